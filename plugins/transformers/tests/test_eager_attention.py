@@ -18,7 +18,11 @@ FAMILIES = [
     "llama",
     *(pytest.param(f, marks=pytest.mark.thorough) for f in ("qwen3_moe", "gemma3_text", "phi3", "mistral")),
 ]
-EXTRA = {"gemma3_text": {"sliding_window": 4}, "mistral": {"sliding_window": 4}}
+EXTRA = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},  # doesn't pass output_attentions on
+    "gemma3_text": {"sliding_window": 4},
+    "mistral": {"sliding_window": 4},
+}
 ATTENTION = {"preset": "eager", "attn_implementation": "sdpa"}
 MASKS = {
     "left": [[0, 0, 0, 0, 1, 1, 1, 1, 1], [1] * 9],
@@ -105,12 +109,12 @@ def test_the_queries_that_see_no_key_are_found_in_masks_of_padding():
     assert unseen_queries(None, query, True, None) is None
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])
 def test_attention_weights_are_the_models_own(family):
     bound, unbound, mask = model(family), model(family), torch.tensor(MASKS["left"])
     with bind(bound, ATTENTION):
         for given in ({}, {"attention_mask": mask}):
-            found, wanted = (m(input_ids=tokens(), output_attentions=True, **given) for m in (bound, unbound))
+            found, wanted = (m.eval()(input_ids=tokens(), output_attentions=True, **given) for m in (bound, unbound))
             assert len(found.attentions) == 2
             torch.testing.assert_close(found.attentions, wanted.attentions)
             torch.testing.assert_close(found.logits, wanted.logits)

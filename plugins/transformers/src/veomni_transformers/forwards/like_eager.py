@@ -14,6 +14,11 @@ from veomni_ops.attention import visible
 from veomni_transformers.forwards.unseen_queries import unseen_queries, with_means
 from veomni_transformers.proving.functions import current_forward, global_functions
 
+try:
+    from transformers.utils.output_capturing import _active_collector as _collector
+except ImportError:  # transformers before 5.3
+    _collector = None  # type: ignore[assignment]
+
 Function = Callable[..., Any]
 EAGER_FUNCTION = "eager_attention_forward"  # how the modeling files' eager functions are called, or end
 
@@ -32,7 +37,7 @@ def like_eager(kernel: Function, from_the_first_key: bool) -> Function:
 
     @wraps(kernel)
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
-        if options.get("output_attentions"):
+        if options.get("output_attentions") or _collected():
             mask = _added(attention_mask, module, query, key, options, from_the_first_key)
             return _own_function(module)(module, query, key, value, mask, **options)
         output, weights = kernel(module, query, key, value, attention_mask, **options)
@@ -43,6 +48,16 @@ def like_eager(kernel: Function, from_the_first_key: bool) -> Function:
         return (output if unseen is None else with_means(output, unseen, query, key, value, options)), weights
 
     return attend
+
+
+def _collected() -> bool:
+    """Whether the model's forward collects attention weights, though the model doesn't pass ``output_attentions`` on.
+
+    GPT-2 and OPT don't: transformers' hooks on their attention modules collect the weights.
+    """
+    if _collector is None or torch.compiler.is_compiling():
+        return False
+    return any("attentions" in name for name in _collector.get() or ())
 
 
 def _own_function(module: Any) -> Function:
