@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import json
 import logging
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models import assert_same_bits, build, step, tokens
-from veomni_core import KernelSpec, bind, find_sites
+from veomni_core import KernelSpec, bind, binding_of, find_sites
 from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 
 
 def registry():
-    specs = (KernelSpec("sdpa", "attention", "standard", f"{__name__}:sdpa", features=("dense_mask", "sdpa_mask")),)
+    sdpa = KernelSpec("sdpa", "attention", "standard", f"{__name__}:sdpa", features=("dense_mask", "sdpa_mask"))
+    masked = dataclasses.replace(sdpa, name="masked", mask=f"{__name__}:mask", features=("dense_mask",))
+    specs = (sdpa, masked)
     return build_registry([*definitions(), PluginRecord("one", "veomni-one", "1.0", __name__, kernels=specs)], {})
 
 
@@ -29,8 +35,12 @@ def sdpa(module, query, key, value, attention_mask, **options):
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
-def bound(model):
-    return bind(model, {"preset": "eager", "attn_implementation": "sdpa"}, registry=registry())
+def mask(**call):
+    return sdpa_mask(**{**call, "allow_is_causal_skip": False})
+
+
+def bound(model, kernel="sdpa"):
+    return bind(model, {"preset": "eager", "attn_implementation": kernel}, registry=registry())
 
 
 def names():
@@ -101,7 +111,7 @@ def test_nested_configs_are_edited_and_restored_like_the_outer_one():
     shared, shared_text = model.config, model.config.text_config
     binding = bound(model)
     assert model.config.text_config is model.get_decoder().config and model.config.text_config is not shared_text
-    assert shared_text._attn_implementation != model.config.text_config._attn_implementation
+    assert shared_text._attn_implementation == model.config.text_config._attn_implementation == "sdpa"
     model.resize_token_embeddings(72)
     binding.undo()
     assert model.config is shared and shared.text_config is shared_text is model.get_decoder().config
@@ -146,7 +156,9 @@ def test_registries_are_as_before_after_find_sites_and_after_undo():
     model, before = build("llama"), names()
     find_sites(model)
     assert names() == before
-    binding = bound(model)
+    with bound(model):
+        assert names() == before
+    binding = bound(model, "masked")
     assert names() != before
     binding.undo()
     assert names() == before
@@ -155,7 +167,7 @@ def test_registries_are_as_before_after_find_sites_and_after_undo():
 def test_a_name_is_kept_while_any_model_uses_it():
     before = names()
     one, two = build("llama"), build("llama")
-    first, second = bound(one), bound(two)
+    first, second = bound(one, "masked"), bound(two, "masked")
     copied = copy.deepcopy(two)
     first.undo()
     second.undo()
@@ -169,7 +181,56 @@ def test_a_name_is_kept_while_any_model_uses_it():
 def test_a_bound_model_that_is_freed_gives_its_names_back():
     before = names()
     model = build("llama")
-    bound(model)
+    bound(model, "masked")
+    config = model.config
     del model
     gc.collect()
     assert names() == before
+    assert AutoModelForCausalLM.from_config(config).config._attn_implementation == "sdpa"
+
+
+FAMILIES = ("llama", "qwen3_moe", "gemma3_text", "mixtral", "phi3")
+
+
+def in_another_process(config):
+    """What the attention of a model is that is built there."""
+    source = "import pickle, sys, transformers as T; C = pickle.load(sys.stdin.buffer)"
+    source += "; print(T.AutoModelForCausalLM.from_config(C).config._attn_implementation)"
+    run = subprocess.run([sys.executable, "-c", source], input=pickle.dumps(config), capture_output=True, check=True)
+    return run.stdout.decode().strip()
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "masked"])
+@pytest.mark.parametrize(
+    "family",
+    [FAMILIES[1], *(pytest.param(each, marks=pytest.mark.thorough) for each in FAMILIES if each != "qwen3_moe")],
+)
+def test_what_leaves_with_the_config_runs_without_a_binding(family, kernel):
+    model, eager = build(family), build(family)
+    wanted = step(eager)
+    binding = bound(model, kernel)
+    config, plain = model.config, eager.config
+    kept = copy.deepcopy(config), copy.copy(config), pickle.loads(pickle.dumps(config))
+    assert {(each._attn_implementation, type(each)) for each in kept} == {("sdpa", type(plain))}
+    assert config.to_dict() == plain.to_dict() and config.to_json_string() == plain.to_json_string()
+    second = AutoModelForCausalLM.from_config(config)  # on the config itself, not on a copy
+    second.load_state_dict(model.state_dict())
+    duplicate = copy.deepcopy(model)
+    assert second.config._attn_implementation == "sdpa" and binding_of(second) is None
+    assert_same_bits(step(second), wanted)
+    assert_same_bits(step(model), step(duplicate))
+    assert not binding.receipt.changed and not binding_of(duplicate).receipt.changed
+    binding.undo()
+    assert model.config._attn_implementation == "sdpa" and type(model.config) is type(plain)
+    assert_same_bits(step(model), wanted)
+    assert_same_bits(step(second.train()), wanted)
+    duplicate.set_attn_implementation("eager")
+    assert list(binding_of(duplicate).receipt.changed.values()) == ["its attention was set to eager"]
+    binding_of(duplicate).undo()
+    assert type(duplicate.config) is type(plain) and duplicate.config._attn_implementation == "eager"
+
+
+def test_a_config_of_a_bound_model_can_be_used_in_another_process():
+    model = build("llama")
+    bound(model, "masked")
+    assert in_another_process(model.config) == "sdpa"

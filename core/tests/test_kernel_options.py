@@ -196,5 +196,5 @@ def test_an_attention_kernel_may_be_whatever_can_be_called(made_as, monkeypatch)
     model = build("llama")
     with bind(model, chosen, registry=known, device="cpu") as binding:
         assert binding.receipt.to_dict()["kernels"][0]["kernel"] == "attention/standard:acme(rows=8)"
-        assert "Attention" in model.config._attn_implementation
+        assert model.config._attn_implementation == "sdpa"
         assert_equal_steps(step(model), step(build("llama")))

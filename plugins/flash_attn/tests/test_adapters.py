@@ -193,7 +193,7 @@ def test_a_model_trains_on_it_as_on_sdpa_and_its_graph_does_not_break(name):
     wanted, wanted_gradients = step(build("llama", dtype=torch.bfloat16, attn_implementation="sdpa"), ids)
     model = build("llama", dtype=torch.bfloat16)
     with bind(model, {"preset": "eager", "attn_implementation": name}, registry=registry(anywhere=True)):
-        assert name in model.config._attn_implementation
+        assert name in model.config._attn_implementation  # its masks are those of lengths, under a name on loan
         found, gradients = step(model, ids)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         loss = compiled(input_ids=ids, labels=ids, use_cache=False).loss
