@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from veomni_core.commands import Changes, Frozen, JobPath, at_home, fit, frozen_job, print_json
+from veomni_core.commands import Changes, Frozen, JobPath, fit, frozen_job, print_json
 from veomni_core.errors import ConfigError, did_you_mean
 from veomni_trainer.loop.signals import INTERRUPTED
 
