@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from opcode import opmap
+from opcode import opname
 from typing import Any
 
 from veomni_core.descriptions.hookspecs import DEFINITIONS_GROUP, ENTRY_POINT_GROUP
@@ -208,7 +208,7 @@ def _is_raised_by_code(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"]
+    return trace is not None and opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]].startswith("RAISE")
 
 
 def _raise_first(records: Iterable[PluginRecord]) -> None:
