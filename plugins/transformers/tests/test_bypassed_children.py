@@ -101,7 +101,7 @@ def test_a_child_in_a_copy_is_the_copys():
 def test_a_replica_runs_the_kernel_and_undo_leaves_nothing():
     model = build("llama")
     binding = bind(model, CONFIG)
-    holder, name = holder_in(model, "llama")
+    holder, _ = holder_in(model, "llama")
     replica = holder._replicate_for_data_parallel()
     replica._modules = {each: child._replicate_for_data_parallel() for each, child in holder._modules.items()}
     for each, child in replica._modules.items():

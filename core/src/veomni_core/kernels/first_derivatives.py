@@ -11,7 +11,7 @@ import torch
 Backward = Callable[..., Any]
 
 
-def first_derivatives_only(backward: Backward) -> Backward:
+def first_derivatives_only(backward: Backward, op: str = "") -> Backward:
     """Decorates the backward of an ``autograd.Function`` or of a custom operator, so that double backward raises.
 
     Otherwise autograd would treat what the backward computes as constants, and the gradient of a gradient penalty would
@@ -19,6 +19,7 @@ def first_derivatives_only(backward: Backward) -> Backward:
 
     Args:
         backward: ``(ctx, *gradients)``, the backward.
+        op: the op that it belongs to, for the message; without it, the message has the module's name.
 
     Returns:
         ``backward`` with that check before it.
@@ -52,8 +53,8 @@ def first_derivatives_only(backward: Backward) -> Backward:
     def checked(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{backward.__module__} computes no second derivatives, and backward was called with "
-                "create_graph=True: choose eager for its op"
+                f"{f'the kernel of {op}' if op else backward.__module__} computes no second derivatives, and backward "
+                f"was called with create_graph=True: choose eager for {op or 'its op'}"
             )
         return backward(ctx, *gradients)
 

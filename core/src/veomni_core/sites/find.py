@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.descriptions.spec import SiteRule
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
-from veomni_core.errors import BindingError, SpecError
+from veomni_core.errors import BindingError, SpecError, did_you_mean
 from veomni_core.sites.claims import settle_claims
 from veomni_core.sites.model_view import ModelView, view_of
 from veomni_core.sites.site import DividedSiteLocator, EagerSiteLocator, ShardedSiteLocator, Site, SiteLocator
@@ -104,7 +104,8 @@ def search(model: nn.Module, registry: Registry | None = None, distributed_confi
     for rule in rules:
         try:
             locator = locators.get(rule) or locator_of(rule)  # a locator that can't be made raises here
-            found = _sites_of(rule, locator, view, registry)
+            found, unknown = _sites_of(rule, locator, view, registry)
+            failed += unknown
             sites += found if view.layout else map(view.placed, found)
         except (Exception, SystemExit) as error:
             plugin = registry.plugin_of_rule(rule)
@@ -131,8 +132,38 @@ def _locators(rules: Iterable[SiteRule]) -> dict[SiteRule, SiteLocator]:
     return locators
 
 
-def _sites_of(rule: SiteRule, locator: SiteLocator, view: ModelView, registry: Registry) -> list[Site]:
-    found = view.found(rule, lambda: locator.find(view.model, rule.name))
+def _sites_of(
+    rule: SiteRule, locator: SiteLocator, view: ModelView, registry: Registry
+) -> tuple[list[Site], list[str]]:
+    """The sites that the rule found, and a sentence for each op that the model declares and no plugin defines."""
+    every = list(view.found(rule, lambda: locator.find(view.model, rule.name)))
+    unknown = [site for site in every if _is_of_an_unknown_op(site, registry)]
+    found = [site for site in every if not any(site is each for each in unknown)]
+    return _known_sites_of(found, rule, locator, view, registry), list(_said_of(unknown, registry))
+
+
+def _is_of_an_unknown_op(site: Any, registry: Registry) -> bool:
+    """Whether modeling code, and not the rule, names an op that no plugin defines."""
+    return isinstance(site, Site) and site.declared and site.op_name not in registry.ops
+
+
+def _said_of(unknown: Iterable[Site], registry: Registry) -> Iterator[str]:
+    paths: dict[str, list[str]] = {}
+    for site in unknown:
+        paths.setdefault(site.op_name, []).append(site.path or "the model")
+    for op_name, at in paths.items():
+        more = f" and {len(at) - 1} more" if len(at) > 1 else ""
+        sentence = (
+            f"{at[0]}{more}: its code declares the op {op_name!r}, which no installed plugin defines, so it runs its "
+            f"own code. {did_you_mean(op_name, registry.ops)}"
+        )
+        logger.warning(sentence)
+        yield sentence
+
+
+def _known_sites_of(
+    found: Iterable[Any], rule: SiteRule, locator: SiteLocator, view: ModelView, registry: Registry
+) -> list[Site]:
     sites = [_checked(site, rule, registry) for site in found]
     if view.layout is None:
         return sites

@@ -108,7 +108,7 @@ class Shadow:
         self.not_compared: dict[str, str] = {}
         self.compared: Counter[str] = Counter()
         self.replaying = False
-        self._began: dict[str, tuple[RecordedCall, Callable[[nn.Module], None]]] = {}
+        self._began: dict[str, tuple[RecordedCall, Callable[[], None]]] = {}
         self._handles: list[Any] = []
         for path in self._sites:
             module = self._model.get_submodule(path)

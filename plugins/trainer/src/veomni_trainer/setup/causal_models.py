@@ -14,9 +14,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from veomni_core.errors import ConfigError
-from veomni_trainer.setup.document_gradients import sees_later_tokens
 from veomni_transformers.losses.head_twin import VOCABULARY, decoder_width, head_twin
 from veomni_transformers.losses.language_models import language_models
+from veomni_transformers.packed.document_gradients import sees_later_tokens
 from veomni_transformers.proving import probe
 
 _TOKENS, _ROUNDING = 8, 1e-3

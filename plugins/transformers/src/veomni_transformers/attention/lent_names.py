@@ -49,7 +49,7 @@ def _leaving_name(config: Any) -> Any:
     return lending[_FORMER] if _PLAIN in lending and name == lending[_LENT] else name
 
 
-def _lending(plain: type, name: str, former: Any, hand_over: Callable[[Any], None]) -> type:
+def _lending(plain: Any, name: str, former: Any, hand_over: Callable[[Any], None]) -> type:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         return _restored, (plain, {**vars(self), NAME: _leaving_name(self)})
 
@@ -72,7 +72,7 @@ def _lending(plain: type, name: str, former: Any, hand_over: Callable[[Any], Non
     return type(plain)(plain.__name__, (plain,), namespace)  # type: ignore[no-any-return]
 
 
-def _restored(kind: type, state: dict[str, Any]) -> Any:
+def _restored(kind: Any, state: dict[str, Any]) -> Any:
     config = kind.__new__(kind)
     vars(config).update(state)
     return config

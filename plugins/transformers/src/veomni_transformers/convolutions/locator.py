@@ -11,19 +11,25 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes.change import Change
+from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
 from veomni_transformers.convolutions import proof, trace
 from veomni_transformers.packed.convolution_call import for_packed_calls
 from veomni_transformers.proving import probe
+<<<<<<< HEAD
 from veomni_transformers.proving.called_functions import Caller, Function, callers, replaced
 from veomni_transformers.proving.code_read import ReadsForward
+=======
+from veomni_transformers.proving.called_functions import Caller, Function, callers
+from veomni_transformers.proving.functions import current_forward, with_globals
+>>>>>>> h4
 from veomni_transformers.proving.package_functions import chosen
 from veomni_transformers.proving.proof import Proof, ProvenOnce
 
 _NAME = "causal_conv1d_fn"
+_ACTIVATION = "activation"
 
 
 class CausalConvolutions(ReadsForward):
@@ -38,7 +44,10 @@ class CausalConvolutions(ReadsForward):
         return [*found, *_out_of_reach(model, rule, {site.path for site in found})]
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
-        return replaced(model.get_submodule(site.path), _NAME, for_packed_calls(kernel))
+        module = model.get_submodule(site.path)
+        forward = with_globals(current_forward(module), {_NAME: for_packed_calls(kernel)})
+        # What the mixer hands to the function as its activation; the kernel computes silu or none.
+        yield ForwardChange(module, forward, {_ACTIVATION} & {*vars(module)})
 
 
 def _site(caller: Caller, rule: str, proofs: ProvenOnce[Proof]) -> Site:

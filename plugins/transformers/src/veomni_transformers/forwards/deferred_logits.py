@@ -13,6 +13,7 @@ added to it, its values have been computed by then, and the projection's ordinar
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -195,7 +196,7 @@ class _Loss(torch.autograd.Function):
         return loss.value.detach().to(torch.float32 if autocast else loss.step.dtype)
 
     @staticmethod
-    @first_derivatives_only
+    @partial(first_derivatives_only, op="cross_entropy_loss")
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, None]:
         return DeferredGradient.of(ctx.loss.step, ((ctx.loss, upstream),)), None
 
@@ -209,7 +210,7 @@ class _Projection(torch.autograd.Function):
         return DeferredLogits.of(Step(call, torch.Size((*hidden.shape[:-1], call.vocabulary)), call.dtype))
 
     @staticmethod
-    @first_derivatives_only
+    @partial(first_derivatives_only, op="cross_entropy_loss")
     def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, ...]:
         if isinstance(dlogits, DeferredTensor):
             if isinstance(dlogits, DeferredGradient) and dlogits.computed is None:

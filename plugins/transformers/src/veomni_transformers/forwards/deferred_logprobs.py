@@ -6,6 +6,7 @@ weight in time.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class _Logprobs(torch.autograd.Function):
         return values
 
     @staticmethod
-    @first_derivatives_only
+    @partial(first_derivatives_only, op="token_logprobs")
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, None]:
         if all(each is None for each in upstream):
             return None, None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class _SummedGradient(Function):
         return hidden.view_as(hidden)
 
     @staticmethod
-    @first_derivatives_only
+    @partial(first_derivatives_only, op="cross_entropy_loss")
     def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor, None]:
         dhidden = dhidden.contiguous()
         distributed.all_reduce(dhidden, group=ctx.group)
@@ -102,7 +103,7 @@ class _SumOfLosses(Function):
         return torch.where(counts, whole - label_logits.sum(dim=0), 0.0).sum()
 
     @staticmethod
-    @first_derivatives_only
+    @partial(first_derivatives_only, op="cross_entropy_loss")
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None]:
         share, counts = ctx.saved_tensors  # share: of this rank's words in a token's probability
         return dloss * share, -dloss * counts, None, None

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from veomni_core.errors import SpecError
 from veomni_core.kernels.own_random_numbers import OwnRandomNumbers
@@ -196,6 +197,7 @@ def seeded() -> Iterator[None]:
         stack.enter_context(_LOCK)
         stack.enter_context(quiet())
         stack.enter_context(_process_state_kept())
+        stack.enter_context(unset_fake_temporarily())  # type: ignore[no-untyped-call]
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if torch.get_default_device().type != "cpu":  # not always: it costs each torch call more than a small addition
