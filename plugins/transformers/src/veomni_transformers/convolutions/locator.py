@@ -18,13 +18,9 @@ from veomni_core.sites.walk import named_modules
 from veomni_transformers.convolutions import proof, trace
 from veomni_transformers.packed.convolution_call import for_packed_calls
 from veomni_transformers.proving import probe
-<<<<<<< HEAD
-from veomni_transformers.proving.called_functions import Caller, Function, callers, replaced
-from veomni_transformers.proving.code_read import ReadsForward
-=======
 from veomni_transformers.proving.called_functions import Caller, Function, callers
+from veomni_transformers.proving.code_read import ReadsForward
 from veomni_transformers.proving.functions import current_forward, with_globals
->>>>>>> h4
 from veomni_transformers.proving.package_functions import chosen
 from veomni_transformers.proving.proof import Proof, ProvenOnce
 
