@@ -37,10 +37,10 @@ class Site:
             no known variant, and False that we could not tell.
         needs: the features that a kernel must declare to run there.
         refuses: the features that a kernel must not declare to run there, each with the reason.
-        left_out: what the proof leaves out for kernels that declare a feature, by the feature; under "" for all of
-            them. Plan and receipt show it where such a kernel is bound.
         declared: whether the variant is only stated (by an ``OpSlot``, a plugin's rule or transformers), not proven.
         sharding: over how many ranks the site's parameters are divided.
+        left_out: what the proof leaves out for kernels that declare a feature, by the feature; under "" for all of
+            them. Plan and receipt show it where such a kernel is bound.
 
     Example:
         >>> site = Site("rms_norm", "model.norm", "norm modules", "standard", "proven by value", sizes={"width": [97]})
@@ -64,10 +64,10 @@ class Site:
     examined: bool = True
     needs: tuple[str, ...] = ()
     refuses: Mapping[str, str] = field(default_factory=dict)
-    left_out: Mapping[str, str] = field(default_factory=dict)
     declared: bool = False
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sharding: Sharding = WHOLE
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.sharding, Mapping):  # as a plan's JSON has it

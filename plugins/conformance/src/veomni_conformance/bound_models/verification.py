@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,8 +92,9 @@ def _compare(
     own = Run.of(module, call, autocast, gradients, run=run)
     if own.problem:
         return f"its own code can't be run alone: {own.problem}"
-    situated = isinstance(locator, SituatedSiteLocator) and decision.spec is not None
-    found = locator.situations(model, decision.site, decision.spec) if situated else ()
+    found: Iterable[tuple[str, Callable[[Any], Any]]] = ()
+    if decision.spec is not None and isinstance(locator, SituatedSiteLocator):
+        found = locator.situations(model, decision.site, decision.spec)
     in_situation = partial(Run.of, module, RecordedCall((), {}), autocast, False)
     situations = [(name, call_it, in_situation(run=partial(call_it, module))) for name, call_it in found]
     changes = ChangeSet()

@@ -104,7 +104,7 @@ def added_mask(call: AttentionCall, at_first: bool) -> tuple[Tensor | None, str]
     kept = None
     if causal or window is not None or any(bound is not None for bound in bounds):
         first = at_first and call.mask is None
-        kept = visible(torch.empty(query.shape[2], key.shape[2]), causal, window, *bounds, first)
+        kept = visible(torch.empty(query.shape[2], key.shape[2]), causal, window, bounds[0], bounds[1], first)
     if call.mask is not None:
         padding = call.mask.bool()[:, None, None, :]
         kept = padding if kept is None else kept & padding

@@ -80,13 +80,13 @@ def _added(
     elif mask is not None and not isinstance(mask, Tensor):
         from torch.nn.attention.flex_attention import create_mask
 
-        kept = create_mask(mask.mask_mod, *mask.shape[:2], query.shape[2], key.shape[2], device=query.device.type)
+        kept = create_mask(mask.mask_mod, mask.shape[0], mask.shape[1], query.shape[2], key.shape[2], query.device.type)
     else:
-        bounds = (options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k"))
+        of_queries, of_keys = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
         causal, window = _is_causal(module, options), options.get("sliding_window")
         first = from_the_first_key and mask is None
         scores = query.new_empty(()).expand(query.shape[2], key.shape[2])
-        kept = visible(scores, causal, window, *bounds, first)[None, None]
+        kept = visible(scores, causal, window, of_queries, of_keys, first)[None, None]
         if mask is not None:  # it may end where a static cache's unwritten keys begin
             unwritten = key.shape[2] - mask.shape[1]
             kept = torch.nn.functional.pad(kept[..., unwritten:], (0, unwritten)) if causal and unwritten else kept

@@ -19,7 +19,7 @@ class Proof:
     Attributes:
         variant: the op's variant; ``None`` where none could be proven.
         evidence: how the variant was proven, or without a variant, what was tried.
-        detail, examined, needs, refuses, left_out, declared: as in :class:`~veomni_core.Site`.
+        detail, examined, needs, refuses, declared, left_out: as in :class:`~veomni_core.Site`.
         op_name: the op, from a prover that compares with the variants of several ops.
 
     Example:
@@ -36,9 +36,9 @@ class Proof:
     examined: bool = True
     needs: tuple[str, ...] = ()
     refuses: Mapping[str, str] = field(default_factory=dict)
-    left_out: Mapping[str, str] = field(default_factory=dict)
     declared: bool = False
     op_name: str = ""
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def site(
         self,
