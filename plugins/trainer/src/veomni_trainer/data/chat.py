@@ -81,9 +81,10 @@ class Chats:
         space that belongs to no token's offsets (transformers 5.23).
         """
         options: dict[str, Any] = {"tools": tools, **self._tokenizer.special_tokens_map}
+        conversation: Any = messages
         try:
             rendered: Any = render_jinja_template(
-                conversations=[messages], chat_template=template, return_assistant_tokens_mask=True, **options
+                conversations=[conversation], chat_template=template, return_assistant_tokens_mask=True, **options
             )
         except Exception as error:
             raise _refusal(error) from None
@@ -111,8 +112,9 @@ class Chats:
 
     def _render(self, messages: list[Message], tools: Tools, add_generation_prompt: bool = False) -> str:
         options: dict[str, Any] = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        conversation: Any = messages
         try:
-            text: Any = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            text: Any = self._tokenizer.apply_chat_template(conversation, tokenize=False, **options)
         except Exception as error:
             raise _refusal(error) from None
         return str(text)

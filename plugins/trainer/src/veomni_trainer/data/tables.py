@@ -172,7 +172,7 @@ class CsvTable:
 
     def _check_delimiter(self, header: Any) -> None:
         """Refuse to take a table with another delimiter for one of a single column."""
-        others = [each for each in ";|\t," if each in header[0]] if len(header) == 1 and not self._is_written else ()
+        others = [each for each in ";|\t," if each in header[0]] if len(header) == 1 and not self._is_written else []
         if others or header[0].startswith("sep="):
             looks = header[0].removeprefix("sep=")[:1] if header[0].startswith("sep=") else others[0]
             raise Unreadable(
