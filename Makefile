@@ -43,6 +43,7 @@ check-form: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_links.py
+	$(BIN)/python scripts/check_size.py
 
 check-types: $(INSTALLED)
 	$(BIN)/mypy
@@ -56,7 +57,6 @@ format: $(INSTALLED)  ## rewrite the sources as check wants them
 
 docs: $(INSTALLED)  ## build the documentation site into docs/_build, with its generated pages, and check every link
 	$(BIN)/python scripts/check_links.py
-	$(BIN)/python scripts/check_size.py
 	$(BIN)/python scripts/build_site.py $(if $(COVERAGE),--coverage)
 
 wheels: $(INSTALLED)  ## build every distribution's wheel into dist/

@@ -80,8 +80,8 @@ def _added(
     elif mask is not None and not isinstance(mask, Tensor):
         from torch.nn.attention.flex_attention import create_mask
 
-        sizes = (mask.shape[0], mask.shape[1], query.shape[2], key.shape[2])
-        kept = create_mask(mask.mask_mod, *sizes, device=query.device.type)
+        batch, heads = mask.shape[:2]
+        kept = create_mask(mask.mask_mod, batch, heads, query.shape[2], key.shape[2], device=query.device.type)
     else:
         of_queries, of_keys = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
         causal, window = _is_causal(module, options), options.get("sliding_window")
