@@ -8,6 +8,7 @@ import pytest
 
 from veomni_conformance.cli.verify import configured, failures, parts_of_check
 from veomni_conformance.cli.verify_processes import EXPECTED, FAILED, OK, Row
+from veomni_conformance.kernel_cases import KernelCase
 from veomni_core import KernelOption, KernelSpec
 from veomni_core.errors import ConfigError
 
@@ -353,10 +354,11 @@ def test_verify_begins_with_the_longest_and_answers_in_the_plugin_s_order(veomni
 def test_an_option_is_set_of_the_kernels_that_have_it():
     options = (KernelOption("rows", 256, minimum=1), KernelOption("keep", "1", choices=("1", "2")))
     plain = KernelSpec("plain", "swiglu_mlp", "standard", "m:f")
-    kernels = [(None, plain), (None, KernelSpec("mine", "swiglu_mlp", "standard", "m:f", options=options))]
+    mine = KernelSpec("mine", "swiglu_mlp", "standard", "m:f", options=options)
+    kernels = [(None, KernelCase(spec, None, "cpu", "float32")) for spec in (plain, mine)]
     assert configured(kernels, ()) is kernels
-    ((_, spec),) = configured(kernels, ("rows=8", "keep=2"))
-    assert spec.settings == (("keep", "2"), ("rows", 8))
+    ((_, case),) = configured(kernels, ("rows=8", "keep=2"))
+    assert case.spec.settings == (("keep", "2"), ("rows", 8))
     for asked, message in (
         ("rows", "write it as NAME=VALUE"),
         ("row=8", "no kernel that is asked for has an option 'row'. Did you mean 'rows'?"),

@@ -228,7 +228,7 @@ BEYOND_A_TILE = [
     (fifth_sequence, "sample 'nine packed sequences': the result is off", _ATTENTION),
     (tokens_past_64, "sample 'past 128 tokens and columns of an expert': the result is off", _EXPERTS),
     (columns_past_64, "sample 'past 128 tokens and columns of an expert': the result is off", _EXPERTS),
-    (experts_past_127, "sample '130 experts': the result is off", _EXPERTS),
+    (experts_past_127, "sample '193 experts, the last 43 empty': the result is off", _EXPERTS),
     (
         words_past_4096,
         "sample 'past 4096 words': the gradient of weight is off",

@@ -31,7 +31,8 @@ def wrong_in_inference_mode(gate, up):
 
 
 def writes_into_its_input_without_gradients(gate, up):
-    return right(gate, up) if torch.is_grad_enabled() else gate.copy_(F.silu(gate) * up).clone()
+    keeps = torch.is_grad_enabled() or torch.is_inference_mode_enabled()  # a check of the latter alone comes first
+    return right(gate, up) if keeps else gate.copy_(F.silu(gate) * up).clone()
 
 
 def gives_its_input_without_gradients(gate, up):

@@ -83,12 +83,11 @@ def a_softcap_leaves_no_sinks(call, module):
         call["s_aux"] = None
 
 
-@_attention
-def padding_of_a_whole_sequence_gives_nan(call, module):
-    mask = call["attention_mask"]
-    if mask is not None and mask.dim() == 2:
-        kept = mask.any(1)[:, None, None, None]
-        call["value"] = torch.where(kept, call["value"], float("nan"))
+def padding_of_a_whole_sequence_gives_nan(module, query, key, value, attention_mask, **options):
+    output, weights = attention.standard(module, query, key, value, attention_mask, **options)
+    if attention_mask is not None and attention_mask.dim() == 2:
+        output = torch.where(attention_mask.any(1)[:, None, None, None], output, float("nan"))
+    return output, weights
 
 
 @_attention

@@ -75,6 +75,7 @@ class _Loss(torch.autograd.Function):
 
 def causal(hidden, weight, labels, bias=None, ignore_index=-100, num_items_in_batch=None, softcap=None, scale=None):
     """The loss on these calls: the composition that the GPU runs, without QuACK."""
+    labels = labels.long()
     total = _Loss.apply(hidden, weight, labels, bias, ignore_index, softcap, scale)
     if num_items_in_batch is not None:
         return total / num_items_in_batch

@@ -31,8 +31,10 @@ class WatchedCode:
 
     def add(self, model: nn.Module, site: Site, locator: SiteLocator) -> None:
         """Watch the code that stands in for the kernel of ``site``, before the site is changed."""
-        reads = isinstance(locator, CodeReadingLocator)
-        places = locator.code_read(model, site) if reads else _forward(model.get_submodule(site.path))
+        if isinstance(locator, CodeReadingLocator):
+            places = locator.code_read(model, site)
+        else:
+            places = _forward(model.get_submodule(site.path))
         self._add(places, f"the proof of {site.op_name}", site.path)
 
     def watched(self, changes: Iterable[tuple[str, str, Change]]) -> Iterator[tuple[str, str, Change]]:

@@ -74,7 +74,7 @@ class BoundClasses:
             self.changed[path] = what
             logger.warning("%s runs its own code %s: %s", path, when, what)
 
-    @torch.compiler.assume_constant_result
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def note_in_trace(self, path: str, what: str) -> None:
         """As :meth:`note`, for code that ``torch.compile`` traces: Dynamo calls this at once, and no graph holds it."""
         self.note(path, what, "in a compiled step")

@@ -85,13 +85,15 @@ class ChangeSet:
 
     def never_called(self) -> Iterator[tuple[str, str]]:
         """``(module path, why)`` of each new forward that no other calls: the one above it reads its module alone."""
-        forwards = {each.path: each for each in self._owned if isinstance(each.change, ForwardChange)}
+        forwards = {
+            each.path: (each.owner, each.change) for each in self._owned if isinstance(each.change, ForwardChange)
+        }
         for path in forwards:
             for above in _paths_above(path):
                 name = path.removeprefix(f"{above}." if above else "").split(".")[0]
-                holder = forwards.get(above)
-                if holder is not None and not holder.change.keeps_original and only_reads(holder.change.forward, name):
-                    yield path, f"never called: {holder.owner} replaces the forward around it, which only reads it"
+                owner, change = forwards.get(above, ("", None))
+                if change is not None and not change.keeps_original and only_reads(change.forward, name):
+                    yield path, f"never called: {owner} replaces the forward around it, which only reads it"
 
     def changed(self, changed_again: Collection[Hashable] = ()) -> Iterator[tuple[str, str]]:
         """``(module path, reason)`` of every site that does not run what was bound, or runs it in another way.

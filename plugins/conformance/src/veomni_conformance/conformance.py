@@ -13,7 +13,7 @@ processes, see :mod:`veomni_conformance.rank_process`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -241,7 +241,7 @@ def _uses(subject: Subject, position: Position, neighbour: Position, first: bool
         check_batch_invariance,
     )
     before = ProcessState()
-    asked = chain(
+    asked: Iterator[Callable[[Subject, Position], Iterator[str]]] = chain(
         (partial(check_process_state, other_threads=first),),
         questions,
         (partial(check_calls_in_flight, neighbour=neighbour),),

@@ -42,12 +42,12 @@ def check_on_ranks(spec: KernelSpec, op: OpSpec, device: torch.device, dtype: st
 
 def _merged(sample: str, lines: list[dict[str, Any] | None]) -> CaseResult:
     failures = []
-    worst = {"worst_value": 0.0, "worst_gradient": 0.0}
+    value = gradient = 0.0
     for rank, line in enumerate(lines):
         if line is not None:
             failures += [f"rank {rank}: {failure}" for failure in line["failures"]]
-            worst = {key: max(value, line[key]) for key, value in worst.items()}
-    return CaseResult(sample, tuple(failures), **worst)
+            value, gradient = max(value, line["worst_value"]), max(gradient, line["worst_gradient"])
+    return CaseResult(sample, tuple(failures), value, gradient)
 
 
 def _run(folder: Path) -> tuple[str, ...]:

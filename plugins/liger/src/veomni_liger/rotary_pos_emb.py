@@ -85,6 +85,7 @@ def _turned(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions_dim: int, rotary_width: int, backward: bool
 ) -> tuple[Tensor, Tensor]:
     q, k = _copies(q, k, positions_dim)
+    cos, sin = _with_plain_strides(cos), _with_plain_strides(sin)
     with torch.cuda.device_of(q):
         # Liger takes [B, H, S, D] and transposes it to [B, S, H, D]: a view of our copies, so it writes into them.
         (_rope_backward if backward else _rope_forward)(
@@ -101,6 +102,16 @@ def _copies(q: Tensor, k: Tensor, positions_dim: int) -> tuple[Tensor, Tensor]:
     """Copies of ``q`` and ``k`` as contiguous ``[B, S, H, D]``."""
     q, k = (x.transpose(1, positions_dim).clone(memory_format=torch.contiguous_format) for x in (q, k))
     return q, k
+
+
+def _with_plain_strides(angles: Tensor) -> Tensor:
+    """``angles[B or 1, S, D]``, copied if a row is not ``D`` after the one before it.
+
+    Liger finds a batch's angles by the stride of ``S``. Of one position torch calls any such stride contiguous, so that
+    Liger's own ``contiguous()`` copies nothing.
+    """
+    plain = angles.stride(1) == angles.shape[2]
+    return angles if plain else angles.clone(memory_format=torch.contiguous_format)
 
 
 _LIBRARY.impl("rotary_pos_emb", _turned, "CompositeExplicitAutograd")

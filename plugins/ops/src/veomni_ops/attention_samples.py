@@ -226,7 +226,9 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
         causal: bool = True,
         **kw: Any,
     ) -> Sample:
-        call = (AttentionModule(shape[1] // shape[2], causal), *_heads(draw, *shape, *widths), mask)
+        batch, q_heads, k_heads, length = shape
+        heads = _heads(draw, batch, q_heads, k_heads, length, *widths)
+        call = (AttentionModule(q_heads // k_heads, causal), *heads, mask)
         return Sample(name, call, kw, needs, values_only=True)
 
     def across(
@@ -281,7 +283,7 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield edge("an added mask, rows without keys", *dense, mask=lowest, shape=square, widths=(96, 96))
     yield edge("mask and softcap", *dense, "softcap", mask=some[:, :1], shape=square, softcap=2.0)
     yield edge("mask and sinks", *dense, "sinks", mask=without, shape=square, s_aux=sinks())
-    three = {"softcap": 2.0, "s_aux": sinks(), "scaling": 0.5}
+    three: dict[str, Any] = {"softcap": 2.0, "s_aux": sinks(), "scaling": 0.5}
     yield edge("mask, softcap and sinks", *dense, "softcap", "sinks", mask=some, shape=square, **three)
 
     padding, capped = ("padding_mask",), ("softcap", "softcap_by_lengths")
@@ -293,7 +295,7 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield edge("padding and window", *beside, mask=padded(11, 8), shape=square, sliding_window=3)
     yield edge("padding and softcap", *padding, *capped, mask=padded(11, 8), shape=square, softcap=2.0)
     yield edge("padding and sinks", *padding, "sinks", mask=padded(11, 8), shape=square, s_aux=sinks())
-    left = {"mask": padded(5, 12).flip(1), "shape": (2, 8, 1, 12), "widths": (72, 72)}
+    left: dict[str, Any] = {"mask": padded(5, 12).flip(1), "shape": (2, 8, 1, 12), "widths": (72, 72)}
     yield edge("padding, window and softcap", *beside, *capped, sliding_window=4, softcap=2.0, **left)
     yield edge("padding, window and sinks", *beside, "sinks", sliding_window=12, s_aux=sinks(8), **left)
 

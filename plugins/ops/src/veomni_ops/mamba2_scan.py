@@ -218,7 +218,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("both states", problems.call(2, 19), {**problems.of_heads(), **problems.states(2)})
     packed = {"seq_idx": problems.packed([1, 8, 1, 5, 9], [24], [23, 1]), **problems.of_heads(), **problems.states(3)}
     yield Sample("packed, both states", problems.call(3, 24), packed)
-    yield Sample("heads in groups", problems.call(1, 11, (8, 1), (4, 8)), problems.of_heads(8))
+    yield Sample("heads in groups", problems.call(1, 11, (8, 2), (4, 8)), problems.of_heads(8))
     yield Sample("time steps as they come", _positive(problems.call(1, 17)), {"return_final_states": True})
     limited = {**problems.of_heads(), "dt_limit": (0.3, 0.6)}
     yield Sample("time steps at their limits", problems.call(2, 12), limited)

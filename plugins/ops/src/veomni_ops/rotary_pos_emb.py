@@ -249,9 +249,8 @@ class _Drawn:
         return tuple(both)
 
     def shaped(self, shapes: tuple[_Shape, ...], values_only: bool = False) -> Iterator[Sample]:
-        for name, *shape, rotated in shapes:
-            batch, _, length, head = shape
-            call = (*self.heads(*shape), *self.angles(batch, length, head, rotated))
+        for name, batch, counts, length, head, rotated in shapes:
+            call = (*self.heads(batch, counts, length, head), *self.angles(batch, length, head, rotated))
             yield Sample(name, call, values_only=values_only)
 
     def edges(self) -> Iterator[Sample]:

@@ -10,6 +10,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -76,7 +77,7 @@ def _compared(folder: Path, sample: Sample | None, trust: bool) -> str:
     if sample is None or sample.logits is None:
         return f"not compared with the trained model: {sample.why_not if sample else 'its checkpoint has no sample'}"
     try:
-        model = adapted_model(folder, trust) if is_adapter(folder) else load_as_trained(folder, trust)
+        model: Any = adapted_model(folder, trust) if is_adapter(folder) else load_as_trained(folder, trust)
         here = next(model.parameters())
         size = sum(parameter.nbytes for parameter in model.parameters())
         if torch.cuda.is_available() and size < 0.8 * torch.cuda.mem_get_info()[0]:
