@@ -26,7 +26,7 @@ from plugin_rules import (
 from veomni_core import Plan, bind, find_sites, make_plan
 from veomni_core.discovery.discover import discover
 from veomni_core.errors import BindingError, ConformanceError, KernelUnavailableError, NoSiteError, SpecError
-from veomni_transformers.norms.rms_norm import NormModules
+from veomni_transformers.norms.rms_norm_gated import GatedNormModules
 
 PLUGIN = """
     from veomni_core import SiteRule, hookimpl
@@ -135,8 +135,8 @@ def test_a_rule_of_the_core_that_fails_raises(registry, monkeypatch):
     def fail(self, model, rule):
         raise KeyError("no such child")
 
-    monkeypatch.setattr(NormModules, "find", fail)
-    with pytest.raises(SpecError, match=r"site rule 'norm modules' .* failed on ReLU: KeyError: 'no such child'"):
+    monkeypatch.setattr(GatedNormModules, "find", fail)  # no other rule's class is based on it
+    with pytest.raises(SpecError, match=r"site rule 'gated norm modules' .* failed on ReLU: KeyError: 'no such child'"):
         find_sites(nn.ReLU(), registry("return []"))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from counting_kernels import calls, counting_registry
 from models import build, step
+from planned_norms import vouching
 from veomni_core import KernelSpec, OpsConfig, Plan, Site, apply_plan, bind, make_plan, plan_sites
 from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
@@ -24,6 +25,7 @@ DOUBLE = replace(EXPERTS, dtype="float64")
 def plan(site, dtypes=HALVES, autocast=None, value="lib"):
     spec = KernelSpec("lib", site.op_name, "standard", "m:f", dtypes=dtypes)
     registry = build_registry([*definitions(), PluginRecord("p", "veomni-p", "1", "p", kernels=(spec,))], {})
+    registry = vouching(registry, spec)
     field = registry.op(site.op_name).config_field
     config = OpsConfig.from_dict({"preset": "eager", field: value}, registry, environ={})
     return plan_sites([site], config, hardware="h200", autocast=autocast)
@@ -89,7 +91,8 @@ def half_registry():
     kernels = tuple(
         replace(spec, dtypes=HALVES) if ours.op(spec.op_name).follows_autocast else spec for spec in record.kernels
     )
-    return build_registry([*definitions(), replace(record, kernels=kernels)], {})
+    found = build_registry([*definitions(), replace(record, kernels=kernels)], {})
+    return vouching(found, *kernels, distribution=record.distribution)
 
 
 @pytest.mark.thorough

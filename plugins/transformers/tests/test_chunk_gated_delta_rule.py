@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from models import off_by, step, tokens
 from veomni_core import bind
 from veomni_ops.chunk_gated_delta_rule import standard
 from veomni_transformers.forwards.delta_rule_call import delta_rule_call
+from veomni_transformers.packed.boundaries import boundaries_in
 
 
 @pytest.mark.thorough(one_per=["dtype"])
@@ -80,6 +82,18 @@ def test_packed_sequences_give_what_they_give_alone():
     with torch.no_grad():
         alone = torch.cat([model(ids[:, first:last], use_cache=False).logits for first, last in bounds], dim=1)
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "positions, warns", [([0, 1, 2, 9, 10], True), ([0, 1, 1, 2, 3], True), ([0, 1, 2, 0, 0], False)]
+)
+def test_positions_that_leap_ahead_are_warned_of(positions, warns):
+    given = {"input_ids": tokens(1, 5), "position_ids": torch.tensor([positions])}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert boundaries_in(given)
+        boundaries_in({**given, "cu_seq_lens_q": torch.tensor([0, 3, 5])})
+    assert [("leap ahead" in str(each.message)) for each in caught] == [True] * warns
 
 
 def test_what_a_layer_is_not_told_of_packing_is_refused():

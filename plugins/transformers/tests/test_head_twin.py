@@ -45,5 +45,5 @@ def test_its_loss_is_bound():
 
 def test_a_model_that_is_all_projection_has_no_decoder():
     alone = torch.nn.Sequential(torch.nn.Linear(8, 12))
-    with pytest.raises(LookupError, match="no child besides its output projection"):
+    with probe.seeded(), pytest.raises(LookupError, match="no child besides its output projection"):
         head_twin(alone, alone[0], torch.zeros(2, 5, 8))

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from counting_kernels import calls, counting_registry
 from models import EVERY_KERNEL, build, step, tokens
 from veomni_core import KernelSpec, bind, find_sites
+from veomni_core.errors import ConfigError
 from veomni_ops import cross_entropy_loss
 
 REGISTRY = counting_registry("one")
@@ -42,6 +43,15 @@ def test_logits_in_training_are_there_for_whoever_looks():
     torch.testing.assert_close(torch.softmax(found / 2.0, dim=-1), torch.softmax(wanted / 2.0, dim=-1))
     assert found.shape == wanted.shape
     assert isinstance(model(input_ids=ids).logits, torch.Tensor)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_the_routers_loss_of_a_model_without_routers_says_so(family):
+    model = build(family, mlp_only_layers=[0, 1], output_router_logits=True)
+    with bind(model, {"preset": "eager", "load_balancing_loss_implementation": "one"}, registry=REGISTRY):
+        with pytest.raises(ConfigError, match="output_router_logits .* no layer of this model has one"):
+            model(tokens(), labels=tokens())
+        assert model(tokens(), labels=tokens(), output_router_logits=False).loss > 0
 
 
 def test_logits_of_a_step_can_be_read_after_undo():

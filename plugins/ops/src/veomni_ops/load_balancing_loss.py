@@ -3,8 +3,8 @@
 ``(gate_logits: tuple of [T, E], num_experts, top_k, attention_mask[B, S] or None) -> scalar`` in float32, with the
 value and the gradient of transformers' ``load_balancing_loss_func``. The other variants are the other functions of that
 name in transformers, each with its own arguments. Variants that take a tuple of logits return the number 0, as
-transformers does, if they get no tuple (``None``: the model collected no router logits) or an empty one (no layer has a
-router).
+transformers does, if they get no tuple (``None``: the model collected no router logits), and also for an empty one (no
+layer has a router), for which a bound model raises an error.
 
 A site's ``sizes``: ``experts``, and ``top_k``, how many a token is routed to; empty where the model states none. Its
 dtype is that of the model's weights.

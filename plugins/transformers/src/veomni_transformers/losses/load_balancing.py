@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from veomni_core.changes.change import Change
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.sharding import EngineLayout
+from veomni_core.errors import ConfigError
 from veomni_core.sites.site import Kernel, Site
 from veomni_ops.contract import Contract
 from veomni_ops.load_balancing_loss import CONTRACTS
@@ -47,7 +48,22 @@ class LoadBalancingFunctions(ReadsForward):
         return site
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
-        return replaced(model.get_submodule(site.path), _NAME, kernel)
+        return replaced(model.get_submodule(site.path), _NAME, _of_some_router(kernel))
+
+
+def _of_some_router(kernel: Kernel) -> Kernel:
+    """``kernel``, which says so if the model has no router: transformers then fails with `tuple index out of range`."""
+
+    @wraps(kernel)
+    def load_balancing_loss(*arguments: Any, **named: Any) -> Any:
+        if arguments and isinstance(arguments[0], tuple) and not arguments[0]:
+            raise ConfigError(
+                "output_router_logits asks for the loss of the routers, and no layer of this model has one: set it to "
+                "False, or give the model layers with experts"
+            )
+        return kernel(*arguments, **named)
+
+    return load_balancing_loss
 
 
 def _sizes(module: Any) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ Shapes: B rows, S positions of each, N sequences in all rows together.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
@@ -76,6 +77,9 @@ def boundaries_in(inputs: Inputs) -> dict[str, Any]:
     Raises:
         PackedSequencesError: ``seq_idx`` or ``cu_seq_lens_q`` doesn't fit the input.
 
+    Warns:
+        UserWarning: positions stay the same or leap ahead within a row, and so begin a sequence.
+
     Example:
         >>> ids = torch.tensor([[5, 9, 17, 3, 8]])
         >>> boundaries_in({"input_ids": ids, "position_ids": torch.arange(5)[None]})
@@ -101,6 +105,7 @@ def boundaries_in(inputs: Inputs) -> dict[str, Any]:
     begins = begins_BS.flatten().nonzero().flatten()  # waits for the device
     if len(begins) == rows:
         return {}  # one sequence in each row
+    _warn_of_leaps(inputs, length)
     bounds = torch.cat([begins, begins.new_tensor([rows * length])])
     ends = bounds.to(torch.int32)
     # Boundaries may be the host's, as attention takes them on some devices; numbers are compared on the device.
@@ -115,7 +120,7 @@ def boundaries_in(inputs: Inputs) -> dict[str, Any]:
 
 def _numbers(inputs: Inputs, rows: int, length: int) -> Tensor | None:
     """The number of each position's sequence ``[B, S]``; ``None`` where no argument has boundaries."""
-    given, ends, positions = (inputs.get(name) for name in ("seq_idx", "cu_seq_lens_q", "position_ids"))
+    given, ends = inputs.get("seq_idx"), inputs.get("cu_seq_lens_q")
     if isinstance(ends, Tensor):
         return _numbered_by_ends(ends, rows, length)
     if isinstance(given, Tensor):
@@ -124,16 +129,40 @@ def _numbers(inputs: Inputs, rows: int, length: int) -> Tensor | None:
                 f"seq_idx is {list(given.shape)}, and the input has {rows} rows of {length} positions"
             )
         return given
+    positions = _read_positions(inputs, length)
+    if positions is None:
+        return None
+    restarts = torch.zeros(len(positions), length, dtype=torch.int32, device=positions.device)
+    restarts[:, 1:] = positions.diff(dim=1) != 1
+    return restarts.cumsum(1, dtype=torch.int32).expand(rows, length)
+
+
+def _read_positions(inputs: Inputs, length: int) -> Tensor | None:
+    """The positions ``[B or 1, S]`` that say where sequences begin; ``None`` if none do."""
+    positions = inputs.get("position_ids")
     # transformers' attention looks for restarts only where there is no mask, and so must every other layer.
     if not isinstance(positions, Tensor) or inputs.get("attention_mask") is not None:
         return None
     if positions.dim() == 3 and len(positions) == 4:
         positions = positions[0]  # of a text's tokens; the other three are those of images
-    if positions.dim() != 2 or positions.shape[1] != length:
-        return None
-    restarts = torch.zeros(len(positions), length, dtype=torch.int32, device=positions.device)
-    restarts[:, 1:] = positions.diff(dim=1) != 1
-    return restarts.cumsum(1, dtype=torch.int32).expand(rows, length)
+    return positions if positions.dim() == 2 and positions.shape[1] == length else None
+
+
+def _warn_of_leaps(inputs: Inputs, length: int) -> None:
+    """Positions that leap ahead may be meant as one sequence, which layers without boundaries take them for."""
+    if isinstance(inputs.get("cu_seq_lens_q"), Tensor) or isinstance(inputs.get("seq_idx"), Tensor):
+        return
+    positions = _read_positions(inputs, length)
+    if positions is None:
+        return
+    rises = positions.diff(dim=1)
+    if bool(((rises >= 0) & (rises != 1) & (positions[:, 1:] != 0)).any()):
+        warnings.warn(
+            "position_ids stay the same or leap ahead within a row. Attention and bound layers that carry a state start "
+            "a sequence at each such place; unbound layers would carry their state on. If it is one sequence, pass "
+            "position_ids that rise by 1, or none",
+            stacklevel=3,
+        )
 
 
 def _numbered_by_ends(ends: Tensor, rows: int, length: int) -> Tensor:
