@@ -15,9 +15,9 @@ _SUITES = {"test": "make test", "all": "make test-all"}
 _ABOVE = """\
 # Faults that the tests catch
 
-Each row is a mistake that somebody could make in the sources. It is made in a copy of the repository, and the tests
-run there up to the first that fails: the files that most likely catch it, then the whole suite. The test that failed
-counts if it passes without the mistake.
+Each line is a mistake that somebody could make in the sources, and the test that catches it. The mistake is made in a
+copy of the repository, and the tests run there up to the first that fails: the files that most likely catch it, then
+the whole suite. The test that failed counts if it passes without the mistake.
 
 {summary}
 
@@ -39,7 +39,7 @@ def page(results: Results) -> str:
     parts = [_ABOVE.format(summary=_summary(listed, results))]
     for area in dict.fromkeys(fault.area for fault in listed):
         rows = [_row(fault, results.get(fault.name, {})) for fault in listed if fault.area == area]
-        parts.append(f"## {area.replace('_', ' ').capitalize()}\n\n| mistake | where | caught by |\n|---|---|---|\n")
+        parts.append(f"## {area.replace('_', ' ').capitalize()}\n\n")
         parts[-1] += "".join(rows)
     return "\n".join(parts)
 
@@ -73,15 +73,16 @@ def _best(of_suites: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
 
 
 def _row(fault: Fault, of_suites: dict[str, dict[str, Any]]) -> str:
-    where = f"[{Path(fault.file).name}](../../{fault.file})"
-    return f"| `{fault.name}`: {fault.harm} | {where} | {_verdict(*_best(of_suites))} |\n"
+    """Its name, linked to the file it is made in, its harm, and the test that catches it."""
+    return f"- [`{fault.name}`](../../{fault.file}): {fault.harm} {_verdict(*_best(of_suites))}\n"
 
 
 def _verdict(suite: str, result: dict[str, Any]) -> str:
     if not result:
         return "not run yet"
     if result["result"] == CAUGHT:
-        return f"`{_SUITES[suite]}`: {_test(str(result.get('test', 'it does not end')))}"
+        test = _test(str(result.get("test", "it does not end")))
+        return test if suite == "test" else f"`{_SUITES[suite]}`: {test}"
     words = {
         NOT_CAUGHT: f"nothing in {result.get('asked', 'what was run')} (`{_SUITES[suite]}`)",
         COLLECTION: f"no test: {_test(str(result.get('test', '')))} can't be collected",
