@@ -78,7 +78,8 @@ class _SumOfLosses(Function):
             logits, slope = scaled_and_capped(F.linear(states, weight, bias), softcap, scale)
             losses, dlogits = _losses(logits, targets, hidden.dtype, any(wanted))
             del logits
-            total += torch.where(counts, losses, 0.0).sum()
+            # Not in place: torch 2.11 compiles a result that was changed in place as two outputs, with zero gradients.
+            total = total + torch.where(counts, losses, 0.0).sum()
             if dlogits is None:
                 continue
             if slope is not None:  # chain rule through scale and softcap

@@ -67,8 +67,9 @@ class _Parts(Function):
             label_logit[rows] = logits.gather(1, words[rows].unsqueeze(1)).squeeze(1)
             log_sum_exp[rows] = torch.logsumexp(logits, dim=1)
             del logits  # otherwise it would exist until the next chunk's logits are computed
-        log_sum_exp.masked_fill_(~counts, 0.0)
-        label_logit.masked_fill_(~here, 0.0)
+        # Not in place: torch 2.11 compiles a result that was changed in place as two outputs, with zero gradients.
+        log_sum_exp = log_sum_exp.masked_fill(~counts, 0.0)
+        label_logit = label_logit.masked_fill(~here, 0.0)
         ctx.save_for_backward(hidden, weight, bias, counts, here, words, log_sum_exp)
         ctx.options = softcap, scale
         return log_sum_exp, label_logit
