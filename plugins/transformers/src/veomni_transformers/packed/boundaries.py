@@ -158,8 +158,8 @@ def _warn_of_leaps(inputs: Inputs, length: int) -> None:
     rises = positions.diff(dim=1)
     if bool(((rises >= 0) & (rises != 1) & (positions[:, 1:] != 0)).any()):
         warnings.warn(
-            "position_ids stay the same or leap ahead within a row. Attention and bound layers that carry a state start "
-            "a sequence at each such place; unbound layers would carry their state on. If it is one sequence, pass "
+            "position_ids stay the same or leap ahead within a row. Attention and bound layers that carry a state begin"
+            " a sequence at each such place; unbound layers would carry their state on. If it is one sequence, pass "
             "position_ids that rise by 1, or none",
             stacklevel=3,
         )
