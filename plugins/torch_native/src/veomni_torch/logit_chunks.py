@@ -43,6 +43,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """``total += a @ b`` with ``total`` in float32."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
+    elif a.is_cuda and torch.compiler.is_compiling():  # torch 2.11 can't trace addmm with another dtype of the result
+        total += torch.mm(a, b, out_dtype=total.dtype)
     elif a.is_cuda:  # reads and writes the total once; a separate addition would also write and read the product
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     elif a.dtype == torch.float16:  # a sum over a chunk's tokens may overflow in float16
