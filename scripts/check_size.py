@@ -17,10 +17,10 @@ FACES = ("authoring", "commands", "errors", "kernels")
 _DEEP = re.compile(rf"^\s*(?:from|import) veomni_core\.(?!(?:{'|'.join(FACES)})\b)", re.MULTILINE)
 _FAMILY = ("ops", "transformers", "conformance", "tools")
 LIMITS = {
-    "lines of core/src": 9_205,  # 8,500 is the aim
-    "lines of all sources": 69_710,  # 64,000 is the aim
-    "words of all pages": 64_350,  # 60,000 is the aim
-    "deep imports of the core in other plugins": 4,
+    "lines of core/src": 10_050,  # 8,500 is the aim
+    "lines of all sources": 73_376,  # 64,000 is the aim
+    "words of all pages": 65_455,  # 60,000 is the aim
+    "deep imports of the core in other plugins": 3,
 }
 
 
