@@ -75,7 +75,8 @@ class _SumOfLosses(Function):
             rows = slice(start, start + chunk)
             logits, slope = _logits(F.linear(hidden[rows], weight, bias).float(), softcap, scale)
             losses, dlogits = _losses(logits, labels[rows], ignore_index)
-            total += losses.sum()
+            # Not in place: torch 2.11 compiles a result that was changed in place as two, with zero gradients.
+            total = total + losses.sum()
             if not any(wanted):
                 continue
             dlogits *= slope  # chain rule through scale and softcap
