@@ -29,6 +29,7 @@ def run(*command):
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_the_mended_interpreter_needs_no_speed_ups():
     assert " passed" in run("-c", MENDED)
 

@@ -230,6 +230,7 @@ def test_what_leaves_with_the_config_runs_without_a_binding(family, kernel):
     assert type(duplicate.config) is type(plain) and duplicate.config._attn_implementation == "eager"
 
 
+@pytest.mark.thorough
 def test_a_config_of_a_bound_model_can_be_used_in_another_process():
     model = build("llama")
     bound(model, "masked")

@@ -165,6 +165,7 @@ def test_bind_itself_does_not_look_twice(monkeypatch):
     assert not searches
 
 
+@pytest.mark.thorough
 @FEW
 def test_a_plan_of_another_process_is_compared():
     script = (

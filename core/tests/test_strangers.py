@@ -169,6 +169,7 @@ SAYS = {
 }
 
 
+@pytest.mark.thorough
 def test_plugins_that_end_or_hold_the_process_are_named_and_others_live(
     install: Callable[..., str], veomni: Callable[..., str], tmp_path: Path
 ) -> None:

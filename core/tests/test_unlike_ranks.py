@@ -51,6 +51,7 @@ def said_where(before: str, processes: int = 2) -> list[str]:
     ],
     ids=["a variable of the arithmetic", "which plugins load", "a version"],
 )
+@pytest.mark.thorough
 def test_ranks_under_different_conditions_all_say_so(before: str, difference: str) -> None:
     first, second = said_where(before)
     assert first == second

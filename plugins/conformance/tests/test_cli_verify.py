@@ -72,6 +72,7 @@ HANGS = """
 """
 
 
+@pytest.mark.thorough
 def test_verify_ends_a_kernel_that_hangs(veomni, install):
     install("hanging-plugin", HANGS)
     arguments = ("--dtype", "float32", "--timeout", "2", "--json")
@@ -116,6 +117,7 @@ CONTRACTS_THAT_FAIL = """
 """
 
 
+@pytest.mark.thorough
 def test_verify_tells_a_contract_that_fails_from_a_kernel_that_does(veomni, install):
     install("twice-plugin", CONTRACTS_THAT_FAIL)
     data = json.loads(veomni("verify", "twice-plugin", "--json", code=1))
@@ -156,6 +158,7 @@ SEEN_TO_BE_WRONG = """
 """
 
 
+@pytest.mark.thorough
 def test_verify_expects_the_failure_that_was_seen_and_fails_where_nothing_else_passes(veomni, install):
     install("seen-plugin", SEEN_TO_BE_WRONG)
     data = json.loads(veomni("verify", "seen-plugin", "--json"))
@@ -344,6 +347,7 @@ ORDERED = """
 """
 
 
+@pytest.mark.thorough
 def test_verify_begins_with_the_longest_and_answers_in_the_plugin_s_order(veomni, install, tmp_path):
     install("ordered-plugin", ORDERED.replace("{folder}", str(tmp_path)))
     data = json.loads(veomni("verify", "ordered-plugin", "--device", "cpu", "--json", code=1))

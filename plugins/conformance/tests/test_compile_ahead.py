@@ -161,6 +161,7 @@ def test_where_the_host_code_ended_is_said(compiled):
     assert any("not reached: " in each and "the first value decides" in each for each in row["detail"])
 
 
+@pytest.mark.thorough
 def test_a_kernel_for_other_gpus_is_skipped_and_other_hardware_refused(veomni, compiled):
     assert compiled("right", "t4", code=1)["result"] == "skipped"
     for target in ("cpu", "mps"):

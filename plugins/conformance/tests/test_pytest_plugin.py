@@ -145,6 +145,7 @@ def test_beside_a_path_the_option_adds_to_what_is_collected(run_pytest, acme):
     assert "2 passed, 2 deselected" in text
 
 
+@pytest.mark.thorough
 def test_an_option_that_is_wrong_is_a_usage_error(run_pytest, acme):
     text = run_pytest("--veomni-plugin", "acne", code=4)
     assert "ERROR: --veomni-plugin acne: UnknownNameError: plugin 'acne' is not installed" in text

@@ -133,6 +133,7 @@ def test_doctor_goes_on_without_torch_and_says_what_is_wrong_with_it(veomni, tmp
     assert "hardware: cpu" in text and "veomni-liger" in text
 
 
+@pytest.mark.thorough
 def test_doctor_isolates_each_plugin(veomni, install, install_healthy, install_absent):
     install_healthy("good-plugin", "good")
     install("slow-plugin", SLOW)

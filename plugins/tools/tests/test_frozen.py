@@ -257,6 +257,7 @@ except (LockMismatchError, PlanMismatchError) as error:
 """
 
 
+@pytest.mark.thorough
 def test_all_ranks_end_with_one_message_where_one_of_them_differs(
     plugin: str, lock: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ FLATTENED = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family, keep_parameters", [("llama", True), ("qwen3_moe", False)])
 def test_what_fsdp1_has_flattened_is_left_eager_and_never_looked_at(family, keep_parameters):
     outputs = run_ranks(FLATTENED.format(family=family, keep_parameters=keep_parameters))

@@ -23,7 +23,7 @@ START = f"""
 def test_conformance(dtype):
     report = check_kernel(SPEC, "cpu", dtype)
     report.raise_if_failed()
-    assert len(report.cases) == 10
+    assert {"odd counts", "an expert twice in a row"} <= {case.sample for case in report.cases}
 
 
 @pytest.mark.thorough
