@@ -64,7 +64,7 @@ class CpuTime:
         write(f"{self.total():7.1f}  in all, with importing and collecting; the budget here is {self.budget():.0f}")
         if self.is_over_budget():
             write(
-                f"over the budget of {self.budget():.0f} CPU seconds by more than a half. Mark what another test checks "
+                f"over the budget of {self.budget():.0f} CPU seconds by more than half. Mark what another test checks "
                 "too as thorough (CONTRIBUTING.md, Tests), or make it cheaper",
                 red=True,
             )

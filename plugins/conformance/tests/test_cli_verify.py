@@ -365,7 +365,7 @@ def test_an_option_is_set_of_the_kernels_that_have_it():
     assert case.spec.settings == (("keep", "2"), ("rows", 8))
     for asked, message in (
         ("rows", "write it as NAME=VALUE"),
-        ("row=8", "no kernel that is asked for has an option 'row'. Did you mean 'rows'?"),
+        ("row=8", "none of the kernels to check has an option 'row'. Did you mean 'rows'?"),
         ("rows=0", "--option: rows must be at least 1, got 0"),
         ("rows=few", "rows must be of type int, got 'few'"),
     ):

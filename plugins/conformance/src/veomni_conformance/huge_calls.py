@@ -1,8 +1,8 @@
 """Checks calls whose tensors have more than 2^31 elements, where an offset in 32 bits overflows.
 
 A sample's rows are repeated until there are so many. Its last rows are compared, and the incoming gradient is zero in
-all others, so that a float64 reference of these rows alone is the oracle of every gradient. It is asked in 16 bits, of
-ops whose contract names rows, on accelerators with the memory for it.
+all others, so that a float64 reference of these rows alone is the oracle of every gradient. Kernels of ops whose
+contract names rows are called so, in 16 bits, on accelerators with the memory for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COPIES = 10  # of the largest tensor: inputs, results, gradients, and what a ke
 
 
 def asks_for_huge_calls(subject: Subject) -> bool:
-    """Whether they are asked of this kernel here: on an accelerator, in 16 bits, of an op with rows."""
+    """Whether this kernel is called with them here: on an accelerator, in 16 bits, of an op with rows."""
     return bool(subject.device.type == "cuda" and subject.dtype.itemsize == 2 and subject.contract.rows)
 
 

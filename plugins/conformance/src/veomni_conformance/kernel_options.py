@@ -31,7 +31,7 @@ def check_options(subject: Subject, positions: list[Position]) -> Iterator[str]:
 
 
 def values_asked(option: KernelOption) -> list[Value]:
-    """The values of an option that are asked besides its default.
+    """The values of an option that are checked besides its default.
 
     All choices; of numbers without choices the least, the double of it, and the double of the default; both booleans.
 

@@ -28,7 +28,7 @@ from veomni_ops.contract import Sample
 _OF_NORM = 0.25  # of the norm's tolerance: what may be off in the mean
 _OF_SPACING = 0.2  # of the dtype's: cutting bits off instead of rounding is off by a third of it in the mean
 _CHANCE = 4.0  # standard deviations of a mean of errors that have no common cause
-_FEW = 64  # elements: no mean can be told of fewer
+_FEW = 64  # elements: fewer have no meaningful mean
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def far_apart(x: Tensor) -> Tensor:
 def has_room(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a device has the memory to check a kernel on a sample with one tensor that is :func:`far_apart`.
 
-    That is 32 GiB in 16 bits, 60 GiB in float32. No CPU is asked to have it.
+    That is 32 GiB in 16 bits, 60 GiB in float32. CPUs are not expected to have it.
 
     Example:
         >>> has_room(torch.device("cpu"), torch.bfloat16)

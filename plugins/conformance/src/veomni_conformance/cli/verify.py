@@ -194,7 +194,7 @@ def configured(
         known = {each.name for _, case in cases for each in case.spec.options}
         if name not in known:
             has = did_you_mean(name, known) if known else "They have none"
-            raise ConfigError(f"--option {option}: no kernel that is asked for has an option {name!r}. {has}")
+            raise ConfigError(f"--option {option}: none of the kernels to check has an option {name!r}. {has}")
         values[name] = value
     if not values:
         return cases
