@@ -11,6 +11,7 @@ import torch
 
 from counting_kernels import counting_registry
 from models import EVERY_KERNEL, build
+from planned_norms import vouching
 from veomni_core import Plan, Site, SiteRule, make_plan
 from veomni_core.descriptions.sharding import EngineLayout, Sharding, parts
 from veomni_core.discovery.discover import definitions
@@ -68,6 +69,7 @@ def test_a_kernel_that_does_not_declare_it_is_not_given_a_rank_s_experts():
     [record] = [each for each in (*definitions(), *REGISTRY.plugins) if each.name == "counting"]
     kernels = tuple(replace(spec, expert_parallel=False) for spec in record.kernels)
     registry = build_registry([*definitions(), replace(record, kernels=kernels)], {})
+    registry = vouching(registry, *kernels, distribution=record.distribution)
     assert {d.kernel for d in _decisions(plan_of("mixtral", registry=registry, tp_size=2), "moe_experts")} == {"one"}
     divided = plan_of("mixtral", registry=registry, fsdp_size=2, ep_size=2)
     reasons = {(d.kernel, d.reason) for d in _decisions(divided, "moe_experts")}
