@@ -1,16 +1,14 @@
-"""Writes ``docs/explanation/faults.md`` from what the runs found."""
+"""docs/reference/faults.md: the planted faults, and the test that catches each, from what the runs found."""
 
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from faults.listed import ROOT, Fault, faults
+from faults.listed import Fault, faults
 from faults.results import Results, read
 from faults.suite_runs import CAUGHT, COLLECTION, HUNG, NOT_CAUGHT
 
-PAGE = ROOT / "docs/explanation/faults.md"
 _SUITES = {"test": "make test", "all": "make test-all"}
 _ABOVE = """\
 # Faults that the tests catch
@@ -26,28 +24,21 @@ the whole suite. The test that failed counts if it passes without the mistake.
 $ python -m faults --suite test               # all of them, one after the other
 $ python -m faults --suite test --only NAME   # one
 $ python -m faults --suite all                # what `make test` doesn't catch, by `make test-all`
-$ python -m faults --page                     # writes this page
 ```
 
 The mistakes are in `scripts/faults/areas`, each with the text that it replaces. A test checks that each still fits.
 """
 
 
-def page(results: Results) -> str:
+def page() -> str:
     """The page's text."""
-    listed = faults()
+    results, listed = read(), faults()
     parts = [_ABOVE.format(summary=_summary(listed, results))]
     for area in dict.fromkeys(fault.area for fault in listed):
         rows = [_row(fault, results.get(fault.name, {})) for fault in listed if fault.area == area]
         parts.append(f"## {area.replace('_', ' ').capitalize()}\n\n")
         parts[-1] += "".join(rows)
     return "\n".join(parts)
-
-
-def write() -> Path:
-    """Write the page of the results that there are."""
-    PAGE.write_text(page(read()), encoding="utf-8")
-    return PAGE
 
 
 def _summary(listed: list[Fault], results: Results) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from faults import page
 from faults.copied_tree import copied_tree
 from faults.listed import Fault, chosen
 from faults.results import Results, add, read
@@ -15,9 +14,6 @@ from faults.suite_runs import CAUGHT, SuiteRuns
 def main(arguments: list[str] | None = None) -> int:
     """0 if every fault that was run is caught."""
     asked = _parsed(arguments)
-    if asked.page:
-        print(f"{page.write()} is written")
-        return 0
     wanted = [fault for fault in chosen(asked.only, asked.shard) if not _is_known(fault, asked, read())]
     print(f"{len(wanted)} faults", flush=True)
     missed = 0
@@ -46,7 +42,6 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--near-seconds", type=float, default=900.0, help="a run of near files is killed after these")
     parser.add_argument("--passing", type=Path, help="a file of tests that pass without a fault, each in a line")
     parser.add_argument("--dry", action="store_true", help="print the results, and don't write them down")
-    parser.add_argument("--page", action="store_true", help="write the page from the results, and run nothing")
     return parser.parse_args(arguments)
 
 

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from faults import page as faults
 from reference_pages import asked, benchmarks, command_line, config, errors, hooks, job, kernels, ops
 
 PAGES: dict[str, Callable[[], str]] = {
     "kernels.md": kernels.page,
     "ops.md": ops.page,
     "asked.md": asked.page,
+    "faults.md": faults.page,
     "hooks.md": hooks.page,
     "errors.md": errors.page,
     "verbs.md": command_line.page,

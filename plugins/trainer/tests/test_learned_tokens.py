@@ -67,8 +67,11 @@ def test_two_processes_learn_each_token_as_one_does(jobs: Jobs, kind: str) -> No
 @pytest.mark.thorough
 def test_a_step_without_a_learned_token_has_no_loss(jobs: Jobs) -> None:
     path = jobs.root / "prompts.jsonl"
-    lines = [json.dumps({"prompt": "a prompt that is too long for it", "completion": f" {n}"}) for n in range(8)]
+    prompts = ["a prompt that is too long for the sequence" if number < 3 else "say" for number in range(8)]
+    lines = [json.dumps({"prompt": prompt, "completion": f" {n}"}) for n, prompt in enumerate(prompts)]
     path.write_text("\n".join(lines), encoding="utf-8")
-    jobs.alone("no labels", "llama", f"data.files={path}", "train.steps=2", "train.weight_decay=0")
-    rows = jobs.rows("no labels")
-    assert [(row["loss"], row["grad_norm"]) for row in rows] == [(0.0, 0.0)] * 2
+    jobs.alone("no labels", "llama", f"data.files={path}", "train.batch_size=1", "train.steps=8")
+    rows = [row for row in jobs.rows("no labels") if "loss" in row]
+    assert len(rows) == 8  # one epoch: each pair is a step of its own
+    assert sum((row["loss"], row["grad_norm"]) == (0.0, 0.0) for row in rows) == 3
+    assert sum(row["loss"] > 0 and row["grad_norm"] > 0 for row in rows) == 5
