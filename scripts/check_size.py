@@ -19,7 +19,7 @@ _FAMILY = ("ops", "transformers", "conformance", "tools")
 LIMITS = {
     "lines of core/src": 10_050,  # 8,500 is the aim
     "lines of all sources": 73_377,  # 64,000 is the aim
-    "words of all pages": 65508,  # 60,000 is the aim
+    "words of all pages": 63176,  # 60,000 is the aim
     "deep imports of the core in other plugins": 3,
 }
 
