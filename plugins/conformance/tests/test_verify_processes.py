@@ -104,14 +104,14 @@ def test_a_check_that_takes_the_server_along_fails_and_the_next_one_runs(check):
 
 
 RUNS = """
-import os, sys, time
-from pathlib import Path
+import signal
 from veomni_conformance.cli import verify_probe
 from veomni_conformance.cli.verify_processes import Check, Checks
 from veomni_core.discovery.discover import discover
 
 spec = discover().plugin("forked-plugin").kernels[2]
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
     Checks("cpu", 1).rows([Check("forked-plugin", spec, "float32")])
 """
 
