@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import sys
 from collections.abc import Callable, Iterator, MutableMapping, MutableSet
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -15,6 +17,7 @@ from veomni_core.errors import BoundModelPickleError
 MADE_BY = "_veomni_bound_by"
 EAGER = "_veomni_eager_class"
 _ABSENT = object()
+_COPYING = (copy.copy.__code__, copy.deepcopy.__code__)
 NO_PICKLE = (
     "a bound or otherwise transformed model can't be pickled: its kernels would silently be lost. Save "
     "model.state_dict() or model.save_pretrained(), or undo() its transformations first, the last one first "
@@ -111,7 +114,7 @@ def bound_subclass(
     }
     # Created through the metaclass, as a class statement would.
     bound: Any = type(eager)(eager.__name__, (eager,), namespace)  # type: ignore[misc]
-    methods = [*_copying(bound)]
+    methods: list[Callable[..., Any]] = [__reduce_ex__]
     if guarded:
         methods += _guarding(bound, guarded, classes)
     if HOOKS in guarded:
@@ -121,30 +124,24 @@ def bound_subclass(
     return bound
 
 
-def _copying(bound: Any) -> Iterator[Callable[..., Any]]:
-    """``__reduce_ex__`` refuses to pickle a bound module, so ``copy`` and ``deepcopy`` need methods of their own."""
+def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+    """Copies a bound module, and refuses to pickle one: both call this.
 
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        if made_by(self) is not None:
-            raise BoundModelPickleError(NO_PICKLE)
-        make, arguments, *rest = super(bound, self).__reduce_ex__(protocol)
-        eager = eager_class(type(self))
-        arguments = tuple(eager if each is type(self) else each for each in arguments)
-        # With copyreg.__newobj__, pickle requires the class to be the object's own; _new does not have that check.
-        return (_new if make is copyreg.__newobj__ else make, arguments, *rest)  # type: ignore[attr-defined]
-
-    def __copy__(self: nn.Module) -> Any:
-        if (own := getattr(super(bound, self), "__copy__", None)) is not None:
-            return own()
-        return _filled(_copy_of(self), dict(super(bound, self).__getstate__()))  # type: ignore[misc]
-
-    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:
-        if (own := getattr(super(bound, self), "__deepcopy__", None)) is not None:
-            return own(memo)
-        duplicate = memo[id(self)] = _copy_of(self)
-        return _filled(duplicate, copy.deepcopy(super(bound, self).__getstate__(), memo))  # type: ignore[misc]
-
-    yield from (__reduce_ex__, __copy__, __deepcopy__)
+    Methods named ``__copy__`` and ``__deepcopy__`` would be found through wrappers that pass attributes on, such as
+    PEFT's models: a copy of the wrapper would be a copy of the module inside it.
+    """
+    copying = sys._getframe(1).f_code in _COPYING
+    if made_by(self) is not None and not copying:
+        raise BoundModelPickleError(NO_PICKLE)
+    eager = eager_class(type(self))
+    below = eager_class(next(kind for kind in type(self).__mro__ if EAGER in vars(kind)))
+    make, arguments, *rest = below.__reduce_ex__(self, protocol)
+    if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        return (make, tuple(eager if each is type(self) and not copying else each for each in arguments), *rest)
+    if copying:
+        return (partial(_copy_of, self), (), *rest)
+    # With copyreg.__newobj__, pickle requires the class to be the object's own; _new does not have that check.
+    return (_new, tuple(eager if each is type(self) else each for each in arguments), *rest)
 
 
 def _guarding(bound: Any, guarded: frozenset[str], classes: Owner) -> Iterator[Callable[..., Any]]:
@@ -195,11 +192,6 @@ def _copy_of(module: nn.Module) -> Any:
     duplicate = kind.__new__(kind)
     if (classes := made_by(module)) is not None:
         classes.copies.add(duplicate)
-    return duplicate
-
-
-def _filled(duplicate: Any, state: Any) -> Any:
-    duplicate.__setstate__(state)
     return duplicate
 
 

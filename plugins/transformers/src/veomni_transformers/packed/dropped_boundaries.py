@@ -33,23 +33,33 @@ def drops_boundaries(layer: nn.Module, child: str) -> bool:
         (True, False)
     """
     codes = (code.__code__ for code in code_layers(current_forward(layer)))
-    calls = [passes for code in codes for name, passes in _calls(code) if name == child]
+    calls = [passes for code in codes for name, passes in _calls_in(_tree(code), layer) if name == child]
     return bool(calls) and not all(calls)
 
 
 @lru_cache(maxsize=1024)
-def _calls(code: CodeType) -> tuple[tuple[str, bool], ...]:
-    """The attributes of ``self`` that ``code`` calls, each with whether the call passes boundaries."""
+def _tree(code: CodeType) -> ast.AST:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+        return ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError):
-        return ()
-    return tuple(_calls_in(tree))
+        return ast.Module([], [])
 
 
-def _calls_in(tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    for node in ast.walk(tree):
-        match node:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), keywords=keywords):
-                # An argument without a name is `**kwargs`.
-                yield name, any(each.arg is None or each.arg in _BOUNDARIES for each in keywords)
+def _calls_in(node: ast.AST, layer: nn.Module) -> Iterator[tuple[str, bool]]:
+    """The attributes of ``self`` that ``layer`` calls, each with whether the call passes boundaries."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), keywords=keywords):
+            # An argument without a name is `**kwargs`.
+            yield name, any(each.arg is None or each.arg in _BOUNDARIES for each in keywords)
+        case ast.If(
+            test=ast.Compare(
+                left=ast.Attribute(value=ast.Name(id="self"), attr=kind),
+                ops=[ast.Eq()],
+                comparators=[ast.Constant(value=value)],
+            )
+        ) if hasattr(layer, kind):  # a layer of several kinds: Nemotron-H calls its MLPs with the input alone
+            for each in node.body if getattr(layer, kind) == value else node.orelse:
+                yield from _calls_in(each, layer)
+            return
+    for each in ast.iter_child_nodes(node):
+        yield from _calls_in(each, layer)

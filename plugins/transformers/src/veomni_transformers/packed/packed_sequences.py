@@ -43,6 +43,7 @@ def mixing_layers(model: nn.Module, ops: Iterable[OpDecision], registry: Registr
 def _mixing(model: nn.Module, inside: str, ops: Iterable[OpDecision]) -> str:
     apart: set[str] = set()  # modules whose kernels reset states too where a sequence begins
     convolved: set[str] = set()
+    dropped = ""
     for op in ops:
         for decision in op.sites:
             path = decision.site.path
@@ -53,8 +54,9 @@ def _mixing(model: nn.Module, inside: str, ops: Iterable[OpDecision]) -> str:
                     f"{named(model, path)} would mix them: its {op.op_name} {why} ({decision.reason}). Pass each "
                     f"sequence alone, or choose a kernel for it ({op.config_field})"
                 )
-            if why := _layer_that_drops_boundaries(model, path):
-                return why
+            dropped = dropped or _layer_that_drops_boundaries(model, path)
+            if dropped and not carries_state(model.get_submodule(path)):  # or else its state may be its own code's
+                return dropped
             (convolved if op.op_name == _WITHOUT_STATE else apart).add(path)
     for below, module in model.get_submodule(inside).named_modules():
         path = f"{inside}.{below}".strip(".")
@@ -65,7 +67,7 @@ def _mixing(model: nn.Module, inside: str, ops: Iterable[OpDecision]) -> str:
                 f"{named(model, path)} would mix them: what it carries along the sequence is computed by its own code, "
                 "which gets no boundaries of sequences. Pass each sequence alone"
             )
-    return ""
+    return dropped
 
 
 def _layer_that_drops_boundaries(model: nn.Module, path: str) -> str:
