@@ -58,6 +58,12 @@ def _causal_from_the_top_left(call):
         call["attention_mask"] = torch.ones(1, 1, queries, keys, dtype=torch.bool).tril()
 
 
+def _causal_from_the_bottom_right(call):
+    queries, keys = call["query"].shape[2], call["key"].shape[2]
+    if 1 < queries < keys and call["attention_mask"] is None and call.get("cu_seq_lens_q") is None:
+        call["attention_mask"] = torch.ones(1, 1, queries, keys, dtype=torch.bool).tril(keys - queries)
+
+
 def _window_of_at_least_two(call):
     call["sliding_window"] = call.get("sliding_window") and max(2, call["sliding_window"])
 
@@ -66,6 +72,7 @@ window_kept_by_shape = _attention(_keeps_the_first)
 mask_of_the_first_head = _attention(_first_heads_mask_for_all)
 padding_is_on_the_right = _attention(_padding_on_the_right)
 causal_from_the_top_left = _attention(_causal_from_the_top_left)
+causal_from_the_bottom_right = _attention(_causal_from_the_bottom_right)
 window_of_two_for_one = _attention(_window_of_at_least_two)
 window_forgets_sinks = _forgets("s_aux", beside="sliding_window")
 window_forgets_softcap = _forgets("softcap", beside="sliding_window")
@@ -74,11 +81,13 @@ packed_forgets_scaling = _forgets("scaling", beside="cu_seq_lens_q")
 mask_forgets_scaling = _forgets("scaling", beside="attention_mask")
 
 _FEATURES = ("dense_mask", "padding_mask", "sliding_window", "packed", "softcap", "softcap_by_lengths", "sinks")
+_BY_LENGTHS = {"causal_from_the_top_left": (*_FEATURES, "flash_attention_mask")}  # the last query sees the last key
 OF_ATTENTION = [
     ("window_kept_by_shape", "'a window at a shape seen before, given scaling': the result"),
     ("mask_of_the_first_head", "'a mask for each head, given scaling': the result"),
     ("padding_is_on_the_right", "'padding on the left': the result"),
     ("causal_from_the_top_left", "'the last queries': the result"),
+    ("causal_from_the_bottom_right", "'the first queries, of keys that are not written yet': the result"),
     ("window_of_two_for_one", "'a window of one key': the result"),
     ("window_forgets_sinks", "'window and sinks': the"),
     ("window_forgets_softcap", "'window and softcap': the result"),
@@ -204,6 +213,6 @@ def test_a_fault_of_one_option_is_caught(kernel, words, options):
 @pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("name, words", OF_ATTENTION, ids=[fault[0] for fault in OF_ATTENTION])
 def test_a_fault_where_options_of_attention_meet_is_caught(name, words):
-    spec = KernelSpec(name, "attention", "standard", f"{__name__}:{name}", features=_FEATURES)
+    spec = KernelSpec(name, "attention", "standard", f"{__name__}:{name}", features=_BY_LENGTHS.get(name, _FEATURES))
     failures = check_kernel(spec, "cpu", "float32", largest=Size.SMALL).failures
     assert any(words in failure for failure in failures), f"{words!r} is not in {failures}"
