@@ -86,7 +86,9 @@ def clamped(
     def linear(rows: Tensor, weight: Tensor, lora: Adapter | None, bias: Tensor | None) -> Tensor:
         rows = rows.to(weight.dtype)
         product = grouped_linear(rows, weight, ends)
-        product = product if lora is None else product + low_rank_linear(rows, lora, ends)
+        if lora is not None:
+            # In float32: a sum in float16 missed the contract by half, where one expert took all 65 rows.
+            product = product.to(compute_dtype(product)) + low_rank_linear(rows, lora, ends)
         product = torch.where(covered, product, 0.0)
         if bias is None:
             return product
