@@ -94,7 +94,10 @@ def check_lengths(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, train: Tra
         return replace(corpus, notes=(*corpus.notes, note)) if cut else corpus
     for number, row in enumerate(rows, start=1):
         ids = prompt_ids(row, tokenizer)
-        if train.method == "reward" and (most := max(len(_whole(row, name, tokenizer)) for name in PAIRS[1:])) > longest:
+        if (
+            train.method == "reward"
+            and (most := max(len(_whole(row, name, tokenizer)) for name in PAIRS[1:])) > longest
+        ):
             raise JobFileError(
                 f"{_KEY}: pair {number} has {most:,} tokens, and data.sequence_length is {longest:,}; raise it, or "
                 "leave the pair out. A reward is the score of the last token"

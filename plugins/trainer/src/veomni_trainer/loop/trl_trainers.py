@@ -48,7 +48,11 @@ class MethodTrainer(JobTrainer):
         """TRL's loss. A row of metrics counts its tokens."""
         if model.training:
             names = ("input_ids", "prompt_ids", "completion_ids", "chosen_input_ids", "rejected_input_ids")
-            self._clock.count(sum(inputs[name].numel() for name in names if name in inputs) * self.args.world_size)
+            shapes = [inputs[name].shape for name in names if name in inputs]
+            tokens = sum(shape.numel() for shape in shapes) * self.args.world_size
+            self._clock.count(tokens)
+            if self._throughput:
+                self._throughput.count(tokens, shapes[0][-1])
         # Past JobTrainer's own, which asks for the model's outputs.
         loss: Any = super(JobTrainer, self).compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         return (loss, {}) if return_outputs else loss

@@ -44,6 +44,7 @@ def draw_charts(*runs: Series) -> list[Chart]:
     moved = "MB that ranks send each other, per step"
     charts.append(_scaled(_of(shown, "dispatch_bytes", "Token dispatch", moved, 1e-6)))
     charts.append(_step_time(shown))
+    charts.append(_scaled(_of(shown, "tflops", "Arithmetic", "TFLOP/s of each device")))
     charts.append(_scaled(_of(shown, "peak_memory_bytes", "Peak memory", "GB so far", 1e-9)))
     return [_draw(chart) for chart in charts if chart.lines]
 

@@ -53,6 +53,7 @@ def write_report(folder: RunFolder, ending: RunEnding | None = None, export: str
         "versions": _versions(receipt),
     }
     write_whole(folder.summary, to_json(summary, indent=1))
+    table = folder.profile / "table.json"
     charts = draw_charts(Series("this job", "mine", rows), Series("all eager", "eager", eager_rows))
     page = render(
         "report.html.j2",
@@ -62,6 +63,7 @@ def write_report(folder: RunFolder, ending: RunEnding | None = None, export: str
         eager=summary["eager"],
         comparison=comparison,
         export=summary["export"],
+        profile=json.loads(table.read_text(encoding="utf-8")) if table.exists() else None,
         data=data,
         charts=[*charts, *([draw_loads(loads)] if loads else [])],
         receipt=receipt,

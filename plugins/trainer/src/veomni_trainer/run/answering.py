@@ -133,7 +133,9 @@ class Answerer:
         if isinstance(prompt, str):
             return self.tokenizer(prompt, return_tensors="pt")["input_ids"]
         if not self.tokenizer.chat_template:
-            raise ConfigError(f"{self.folder}: its tokenizer has no chat template; continue a text with veomni generate")
+            raise ConfigError(
+                f"{self.folder}: its tokenizer has no chat template; continue a text with veomni generate"
+            )
         options: dict[str, Any] = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         return self.tokenizer.apply_chat_template(list(prompt), **options)["input_ids"]
 
