@@ -61,7 +61,7 @@ class ProfiledSteps(TrainerCallback):
 
     def _start(self, device: torch.device) -> None:
         for name, module in self._model.named_modules():
-            if name and any(True for _ in module.parameters(recurse=False)) or _is_layer(name):
+            if (name and any(True for _ in module.parameters(recurse=False))) or _is_layer(name):
                 self._mark(_NUMBER.sub(".*", name), module)
         wait_for(device)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]

@@ -1,4 +1,4 @@
-"""At which tokens a trained model ends, and whether it does: an export is asked to go on with a text it was trained on."""
+"""At which tokens a trained model ends, and whether it does: an export goes on with a text that it was trained on."""
 
 from __future__ import annotations
 
