@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from veomni_core.commands import fit
 from veomni_trainer.output.metrics import Row
 from veomni_trainer.report.method_curves import shown
 
@@ -52,7 +53,7 @@ class Progress:
             now = time.monotonic()
             if now - self._last_line >= _SECONDS_BETWEEN_LINES or row["step"] >= self._total or "loss" not in row:
                 self._last_line = now
-                print(f"{line}{self._left(row['step'], now)}", flush=True)
+                print(fit(f"{line}{self._left(row['step'], now)}"), flush=True)
         elif "loss" in row:
             self._bar.update(self._task, completed=row["step"], figures=describe(row))
         else:
@@ -61,7 +62,7 @@ class Progress:
     def _left(self, step: int, now: float) -> str:
         """The time since the start, and about how much is left; in a log, where no bar shows them."""
         spent, done = now - self._began, step - self._first
-        if done <= 0:
+        if done <= 0 or spent < _SECONDS_BETWEEN_LINES:
             return ""
         left = spent / done * max(self._total - step, 0)
         return f"  {duration(spent)}, {duration(left)} left" if left else f"  {duration(spent)}"
