@@ -163,7 +163,7 @@ def _weight_bytes(job: Job, whole: nn.Module, skeleton: PreTrainedModel) -> int:
 def _elements(whole: nn.Module, skeleton: PreTrainedModel, train: TrainSection, *, trained: bool) -> int:
     """How many elements of the parameters that are trained, or are not, one process holds."""
     named = [(name, p) for name, p in whole.named_parameters() if p.requires_grad == trained]
-    if not train.is_sharded:
+    if not train.is_sharded or (trained and whole is not skeleton):  # an adapter lies whole on each process
         return sum(parameter.numel() for _, parameter in named)
     from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
