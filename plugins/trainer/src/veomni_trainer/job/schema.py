@@ -188,6 +188,8 @@ class Job(Section):
                 "train.export writes the last checkpoint's weights as plain files: that needs a checkpoint, and "
                 "accelerate's FSDP writes none that can be read so; set save_every, or fsdp_size in place of fsdp: true"
             )
+        if train.push_to and not train.export:
+            raise ValueError("train.push_to sends the export to the Hub; set train.export: true, or merged for LoRA")
         if train.shadow and (train.torch_compile or train.is_sharded or train.fsdp or train.sp_size > 1):
             raise ValueError(
                 "train.shadow runs modules' own code on their inputs, which a compiled model, or one whose weights or "
