@@ -70,10 +70,17 @@ class Job(Section):
             return self
         if self.model.weights is None:
             raise ValueError("lora trains an adapter over weights that stay as they are; name them as model.weights")
-        if train.is_sharded or train.fsdp or train.sp_size > 1:
+        if train.tp_size > 1 or train.ep_size > 1 or train.fsdp or train.sp_size > 1:
             raise ValueError(
-                "lora is not tested over models or sequences that processes share; write 1 for fsdp_size, tp_size and "
-                "sp_size, and fsdp: false. Several processes can train it, each with its own copy of the model"
+                "lora is tested over models that are sharded by fsdp_size alone; write 1 for tp_size, ep_size and "
+                "sp_size, and fsdp_size: N in place of fsdp: true"
+            )
+        beyond = {name: getattr(self.lora, name) for name in ("quantization", "target_parameters", "modules_to_save")}
+        beyond["use_dora"] = self.lora.use_dora
+        if train.is_sharded and (unsharded := [f"lora.{name}" for name, value in beyond.items() if value]):
+            raise ValueError(
+                f"{' and '.join(unsharded)} needs whole weights, and train.fsdp_size shards them; leave that out, or "
+                "write fsdp_size: 1: several processes can train an adapter, each with its own copy of the model"
             )
         if self.lora.quantization and train.precision == "fp16_mixed":
             raise ValueError("lora.quantization is not tested under train.precision: fp16_mixed; write bf16_mixed")
@@ -82,7 +89,7 @@ class Job(Section):
     @model_validator(mode="after")
     def _the_method_can_be_run(self) -> Self:
         train, data, method = self.train, self.data, self.train.method
-        if not train.uses_trl:
+        if method == "pretrain":
             return self
         if train.is_sharded or train.fsdp or train.sp_size > 1:
             raise ValueError(
@@ -105,10 +112,15 @@ class Job(Section):
             }
         if set_ := [key for key, value in untested.items() if value]:
             raise ValueError(f"train.method: {method} does not go with {' and '.join(set_)}; leave that out")
-        if train.grpo is not None and train.grpo.max_completion_length >= data.sequence_length:
+        if method == "kto" and train.batch_size == 1 and (train.kto is None or train.kto.loss_type == "kto"):
             raise ValueError(
-                f"train.grpo.max_completion_length {train.grpo.max_completion_length} leaves no room for a prompt in "
-                f"data.sequence_length {data.sequence_length}; lower it, or raise data.sequence_length"
+                "train.batch_size: method: kto measures the divergence on the other rows of a batch; write 2 or more, "
+                "or kto.loss_type: apo_zero_unpaired"
+            )
+        if train.drawn is not None and train.drawn.max_completion_length >= data.sequence_length:
+            raise ValueError(
+                f"train.{method}.max_completion_length {train.drawn.max_completion_length} leaves no room for a prompt "
+                f"in data.sequence_length {data.sequence_length}; lower it, or raise data.sequence_length"
             )
         return self
 
@@ -120,7 +132,7 @@ class Job(Section):
             "train.shadow": train.shadow,
             "train.expert_loads": train.expert_loads,
             "train.precision: fp16_mixed": train.precision == "fp16_mixed",
-            f"train.method: {train.method}": train.uses_trl,
+            f"train.method: {train.method}": train.method != "pretrain",
             "several processes": train.is_sharded or train.fsdp or train.sp_size > 1 or train.ep_size > 1,
             "train.device: cpu": train.device == "cpu",
             "data.packing": self.data.packing,
@@ -176,6 +188,8 @@ class Job(Section):
                 "train.export writes the last checkpoint's weights as plain files: that needs a checkpoint, and "
                 "accelerate's FSDP writes none that can be read so; set save_every, or fsdp_size in place of fsdp: true"
             )
+        if train.push_to and not train.export:
+            raise ValueError("train.push_to sends the export to the Hub; set train.export: true, or merged for LoRA")
         if train.shadow and (train.torch_compile or train.is_sharded or train.fsdp or train.sp_size > 1):
             raise ValueError(
                 "train.shadow runs modules' own code on their inputs, which a compiled model, or one whose weights or "

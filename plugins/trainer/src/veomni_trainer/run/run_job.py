@@ -23,6 +23,7 @@ from veomni_trainer.loop.signals import INTERRUPTED
 from veomni_trainer.output.disk import naming_failed_writes
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.hub import push
 from veomni_trainer.output.lock import locked
 from veomni_trainer.report.ending import RunEnding, State
 from veomni_trainer.report.write import describe_run, write_report
@@ -155,6 +156,7 @@ class _Run:
         """Export the weights if the run has all of them, and write the report."""
         job, folder = self.job, self.folder
         state: State = "diverged" if ending.bad_step else "interrupted" if ending.interrupted else "complete"
+        said = ""
         with naming_failed_writes(folder.path):
             if job.train.export and not stopped:
                 shutil.rmtree(folder.exported, ignore_errors=True)  # of the same run, before it was resumed
@@ -162,7 +164,9 @@ class _Run:
                 last = folder.last_checkpoint()[1]
                 said = export_checkpoint(last, folder.exported, job.model.trust_remote_code, merges)
                 print(f"weights: {folder.exported}: {said}", flush=True)
-            write_report(folder, RunEnding(state, ending.bad_step))
+            write_report(folder, RunEnding(state, ending.bad_step), said)
+        if job.train.push_to and said:
+            print_once(f"push_to: {push(folder.exported, job.train.push_to)}")
         print_once(describe_run(folder))
 
 
