@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,6 +158,35 @@ def test_a_rule_that_is_not_installed_here_is_named():
     text = plan.to_json().replace("gated MLP modules", "rule of somebody else")
     with pytest.raises(PlanForAnotherModelError, match=r"swiglu_mlp at model\.layers\.0\.mlp: planned as"):
         apply_plan(model, Plan.from_json(text))
+
+
+def test_the_model_that_was_planned_is_not_searched_again(monkeypatch):
+    model = build("llama")
+    plan = make_plan(model, AUTO)
+    monkeypatch.setattr("veomni_core.binding.planned_model.search", None)
+    for _ in range(2):  # undo leaves it as it was
+        apply_plan(model, plan).undo()
+    model.config.rms_norm_eps = 0.5  # decides nothing any more, which a description can't tell
+    with pytest.raises(TypeError, match="not callable"):
+        apply_plan(model, plan)
+    assert binding_of(model) is None
+
+
+def test_a_plan_that_was_copied_out_of_the_process_knows_no_model():
+    plan = make_plan(build("llama"), AUTO)
+    assert plan.proven is not None
+    assert pickle.loads(pickle.dumps(plan)).proven is None
+    assert Plan.from_json(plan.to_json()).proven is None
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_a_plan_whose_sites_were_edited_is_compared_by_a_search():
+    model = build("llama")
+    plan = make_plan(model, AUTO)
+    norms = next(op for op in plan.ops if op.op_name == "rms_norm")
+    decisions = tuple(replace(each, site=replace(each.site, detail={"eps": 0.5})) for each in norms.sites)
+    ops = tuple(replace(op, sites=decisions) if op is norms else op for op in plan.ops)
+    refused(replace(plan, ops=ops), model, "planned with eps 0.5")
 
 
 def test_bind_itself_does_not_look_twice(monkeypatch):

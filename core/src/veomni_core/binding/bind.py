@@ -11,7 +11,7 @@ from torch import nn
 from veomni_core.binding.evaluation import loaded
 from veomni_core.binding.model_rules import ModelRules
 from veomni_core.binding.placement import device_type_of, misplaced, placement_notes, planned_elsewhere
-from veomni_core.binding.planned_model import refuse_another_model
+from veomni_core.binding.planned_model import refuse_another_model, sites_of
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan, refused_on_all
 from veomni_core.binding.receipt import Receipt, Verification, kernels_line
 from veomni_core.binding.site_changes import Kernels, site_changes
@@ -55,11 +55,13 @@ class Binding(Transformation):
 
     name = "binding"
 
-    def __init__(self, model: nn.Module, plan: Plan, changes: ChangeSet, verification: Verification) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, changes: ChangeSet, verification: Verification, code: WatchedCode
+    ) -> None:
         super().__init__(model, changes)
         changes.classes.binding = self
         self.plan, self.verification = plan, verification
-        self._code = WatchedCode()
+        self._code = code
 
     def __repr__(self) -> str:
         """What is bound where, in one line."""
@@ -225,7 +227,7 @@ def bind(
     plan = agree_on_plan(make, agree=agree, group=group, timeout=agreement_timeout)
     if device is None:
         _warn_of_an_idle_accelerator(plan, ops.registry)
-    return _apply(model, plan, ops.registry, verify, settings)
+    return _apply(model, plan, ops.registry, verify, settings, _code_of(plan))
 
 
 def apply_plan(
@@ -245,7 +247,8 @@ def apply_plan(
     Args:
         model: the model that the plan was made for, on any device, or one in which the same is proven at each site.
         plan: the plan, e.g. from :func:`veomni_core.make_plan`.
-        registry: the plugins whose site rules found the plan's sites; discovered without it.
+        registry: the plugins whose site rules found the plan's sites; without it, those that made the plan in this
+            process, or those that are discovered.
         verify, agree, group, agreement_timeout: as for :func:`bind`.
         on_change, training_logits: as in :class:`veomni_core.OpsConfig`.
 
@@ -273,15 +276,20 @@ def apply_plan(
     if not isinstance(plan, Plan):
         raise BindingError(f"apply_plan needs a Plan, not a {type(plan).__name__}; to plan from a config, call bind")
     settings = _settings(on_change, training_logits)
-    registry = registry or discover()
+    registry = registry or (plan.proven.registry if plan.proven else discover())
     _make_ready(model, registry)
+    code = WatchedCode()
 
     def checked() -> Plan:
-        refuse_another_model(model, plan, registry)
+        nonlocal code
+        if plan.proven and plan.proven.is_still(model, sites_of(plan), registry):
+            code = _code_of(plan)
+        else:
+            refuse_another_model(model, plan, registry)
         return plan
 
     agree_on_plan(checked, agree=agree, group=group, timeout=agreement_timeout)
-    return _apply(model, plan, registry, verify, settings)
+    return _apply(model, plan, registry, verify, settings, code)
 
 
 def apply_proven_plan(
@@ -289,11 +297,18 @@ def apply_proven_plan(
 ) -> Binding:
     """As :func:`apply_plan` on this rank alone, where the caller knows that ``plan`` was proven for such a model."""
     _make_ready(model, registry)
-    return _apply(model, plan, registry, verify, _settings(on_change, training_logits))
+    return _apply(model, plan, registry, verify, _settings(on_change, training_logits), _code_of(plan))
 
 
-def _apply(model: nn.Module, plan: Plan, registry: Registry, verify: bool, settings: tuple[str, str]) -> Binding:
-    """Change the model, once all ranks have the plan."""
+def _code_of(plan: Plan) -> WatchedCode:
+    """The code that was read for ``plan``, if this process made it for such a model."""
+    return WatchedCode(plan.proven.code if plan.proven else None)
+
+
+def _apply(
+    model: nn.Module, plan: Plan, registry: Registry, verify: bool, settings: tuple[str, str], code: WatchedCode
+) -> Binding:
+    """Change the model, once all ranks have the plan. ``code`` has what was read of it, or nothing."""
     if not verify:
         refuse_unverified(plan, registry)
     kernels = {planned.spec: loaded(planned.spec) for planned in plan.kernels}
@@ -302,8 +317,8 @@ def _apply(model: nn.Module, plan: Plan, registry: Registry, verify: bool, setti
         if why := misplaced(model, plan):
             raise BindingError(f"verify=True runs the kernels where the model is, but {why}")
         verification = _verify_plan()(model, plan, registry, kernels)
-    binding = Binding(model, plan, ChangeSet(*settings), verification)
-    binding.apply(_changes(model, plan, registry, kernels, binding._code))
+    binding = Binding(model, plan, ChangeSet(*settings), verification, code)
+    binding.apply(_changes(model, plan, registry, kernels, code))
     _warn_of_sites_left_eager(plan)
     return binding
 

@@ -42,6 +42,11 @@ def refuse_another_model(model: nn.Module, plan: Plan, registry: Registry) -> No
     )
 
 
+def sites_of(plan: Plan) -> Iterator[Site]:
+    """The sites that ``plan`` decides about."""
+    return (decision.site for op in plan.ops for decision in op.sites)
+
+
 def _differences(plan: Plan, found: tuple[Site, ...], registry: Registry) -> Iterator[str]:
     here: dict[tuple[str, ...], list[Site]] = {}
     for site in found:

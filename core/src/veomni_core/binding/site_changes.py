@@ -25,7 +25,7 @@ def site_changes(
 ) -> Iterator[tuple[str, str, Change]]:
     """Every change that the plan requires, as ``(module path, owner, change)``, in the order of the site rules.
 
-    What ``code`` watches from then on is added to it.
+    What ``code`` watches from then on is added to it, unless it has that from the plan.
 
     Apply each change before taking the next one from the iterator: a rule may build on earlier changes.
     """
@@ -33,7 +33,8 @@ def site_changes(
         locator = None  # imported at the rule's first site: a broken rule must not affect models without such a site
         for op, decision in decisions_of(plan, rule):
             locator = locator or locator_of(rule)
-            code.add(model, decision.site, locator)
+            if not code.has_sites:
+                code.add_site(model, decision.site, locator)
             for change in changes_at(model, decision, locator, kernels):
                 yield decision.site.path, owner_of(op, decision), change
 

@@ -12,47 +12,38 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes.bound_subclass import bindings_in, eager_class
+from veomni_core.changes.bound_subclass import bindings_in
 from veomni_core.changes.change import Change, ClassChange, ForwardChange
-from veomni_core.changes.code_places import CodePlace
 from veomni_core.errors import CodeChangedWarning
-from veomni_core.sites.site import CodeReadingLocator, Site, SiteLocator
+from veomni_core.sites.proven_model import CodeRead, forward_of
 from veomni_core.sites.walk import named_modules
 
 _NAMED = 3  # sites that a warning names of one place; the receipt has all
 
 
-class WatchedCode:
+class WatchedCode(CodeRead):
     """The places whose code the proofs of a binding's sites have read. Copies of the binding share it."""
 
-    def __init__(self) -> None:
-        self._read: dict[tuple[str, int], tuple[tuple[CodePlace, ...], list[str]]] = {}
+    def __init__(self, former: CodeRead | None = None) -> None:
+        super().__init__(former)
+        self.has_sites = former is not None
         self._warned: set[str] = set()
-
-    def add(self, model: nn.Module, site: Site, locator: SiteLocator) -> None:
-        """Watch the code that stands in for the kernel of ``site``, before the site is changed."""
-        if isinstance(locator, CodeReadingLocator):
-            places = locator.code_read(model, site)
-        else:
-            places = _forward(model.get_submodule(site.path))
-        self._add(places, f"the proof of {site.op_name}", site.path)
 
     def watched(self, changes: Iterable[tuple[str, str, Change]]) -> Iterator[tuple[str, str, Change]]:
         """``changes`` of rules for whole models, whose new forwards keep the former ones: these are watched too."""
         for path, rule, change in changes:
             if isinstance(change, ForwardChange):
-                self._add(_forward(change.target), f"the rule {rule!r}", path)
+                self.add(forward_of(change.target), f"the rule {rule!r}", path)
             yield path, rule, change
-
-    def _add(self, places: tuple[CodePlace, ...], reader: str, path: str) -> None:
-        self._read.setdefault((reader, id(places)), (places, []))[1].append(path or "the model")
 
     def changed(self) -> dict[str, str]:
         """By module path, what was replaced that the proof of a site there has read. Warns of each replacement once."""
+        if not self.replaced:  # as nearly always, and a Trainer asks in each step
+            return {}
         known: dict[Hashable, str] = {}
         reasons: dict[str, dict[str, list[str]]] = {}
         readers: dict[str, dict[str, None]] = {}
-        for (reader, _), (places, paths) in self._read.items():
+        for reader, places, paths in self:
             for place in places:
                 if place.key not in known:
                     known[place.key] = place.replaced()
@@ -75,11 +66,6 @@ class WatchedCode:
                 "binding and bind again, so that the new code is proven. receipt.changed has all sites"
             )
             warnings.warn(message, CodeChangedWarning, stacklevel=4)
-
-
-def _forward(module: nn.Module) -> tuple[CodePlace, ...]:
-    kind = eager_class(type(module))
-    return (CodePlace(kind, "forward", f"{kind.__qualname__}.forward"),)
 
 
 def look_when_training_starts(model: nn.Module) -> Iterator[Change]:

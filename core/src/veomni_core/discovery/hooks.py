@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from inspect import isroutine
+from types import ModuleType
 from typing import Any
 
 import pluggy
@@ -27,8 +29,8 @@ def described_by(module: Any) -> dict[str, tuple[Any, ...]]:
     """Call each hook of one plugin, in a separate pluggy manager, so that plugins can't interfere with each other."""
     _check_api_versions(module)
     manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
-    manager.register(module)
+    manager.add_hookspecs(_marked(hookspecs, "spec"))
+    manager.register(_marked(module, "impl"))
     try:
         manager.check_pending()
     except pluggy.PluginValidationError as error:
@@ -41,6 +43,14 @@ def described_by(module: Any) -> dict[str, tuple[Any, ...]]:
             raise SpecError(f"{hook}() of {module.__name__}: {error}") from error
         described[_FIELDS[hook]] = tuple(item for answer in answers for item in _checked(hook, kind, answer))
     return described
+
+
+def _marked(module: Any, mark: str) -> ModuleType:
+    """What pluggy would find in ``module``. It looks at each name there, for every plugin of every search."""
+    found = ModuleType(module.__name__)
+    marked = f"{hookspecs.PROJECT}_{mark}"
+    vars(found).update({name: each for name, each in vars(module).items() if isroutine(each) and hasattr(each, marked)})
+    return found
 
 
 def _check_api_versions(module: Any) -> None:

@@ -6,10 +6,13 @@ distribution is one entry with a problem, and the others are found.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import Distribution, EntryPoint, distributions
+from pathlib import Path
 
 from veomni_core.descriptions.hookspecs import DEFINITIONS_GROUP, ENTRY_POINT_GROUP
 
@@ -65,10 +68,28 @@ def definition_distributions() -> list[str]:
     return sorted({plugin.distribution for plugin in installed_plugins() if plugin.defines})
 
 
+def _read(metadata: Distribution, name: str) -> str | None:
+    """What a file of the metadata says, read again only where the file is another: there are hundreds."""
+    path = getattr(metadata, "_path", None)  # Python's own finder has it, and no public name for it
+    if not isinstance(path, Path):
+        return metadata.read_text(name)
+    file = f"{path}{os.sep}{name}"
+    try:
+        found = os.stat(file)
+        return _text(file, found.st_ino, found.st_mtime_ns, found.st_size)
+    except OSError:
+        return metadata.read_text(name)
+
+
+@lru_cache(maxsize=4096)
+def _text(file: str, *state: int) -> str:
+    return Path(file).read_text(encoding="utf-8")
+
+
 def _identity(metadata: Distribution) -> tuple[str, str, str]:
     """Name and version of a distribution, and what is wrong with its METADATA."""
     try:
-        text = metadata.read_text("METADATA")
+        text = _read(metadata, "METADATA")
         if text and (first := _FIRST_HEADERS.match(text)):
             return first["name"], first["version"], ""
         described = metadata.metadata
@@ -81,7 +102,7 @@ def _identity(metadata: Distribution) -> tuple[str, str, str]:
 
 def _declared(metadata: Distribution, name: str, version: str, problem: str) -> Iterator[InstalledPlugin]:
     try:
-        text = metadata.read_text(_FILE) or ""
+        text = _read(metadata, _FILE) or ""
         if not any(group in text for group in _GROUPS):
             return  # as nearly all: parsing what the others declare took 20 ms
         points: list[EntryPoint] = [point for point in metadata.entry_points if point.group in _GROUPS]

@@ -6,8 +6,8 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
 from veomni_core.descriptions.kernel_option import KernelOption
@@ -16,6 +16,9 @@ from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.descriptions.suspicion import Suspicion
 from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.tables import fit, render_table
+
+if TYPE_CHECKING:  # planning from sites alone imports no torch
+    from veomni_core.sites.proven_model import ProvenModel
 
 DECLARED = "declared, not proven"
 
@@ -66,6 +69,7 @@ class Plan:
             here; each with the command that checks it.
         overrides: which of torch's operators this process has replaced or given back
             (``torch.backends.python_native``); empty where it changed nothing, and for named hardware.
+        proven: the model that it was made for, as long as this process knows it; neither compared nor in the JSON.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -93,10 +97,11 @@ class Plan:
     profile_notes: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
     overrides: str = ""
+    proven: ProvenModel | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> str:
         """Everything in the plan, as JSON with sorted keys."""
-        data = {each.name: getattr(self, each.name) for each in fields(self)}
+        data = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
         data["hardware"] = asdict(self.hardware)
         data["ops"] = [op.to_dict() for op in self.ops]
         data["kernels"] = [asdict(kernel) for kernel in self.kernels]

@@ -79,6 +79,7 @@ def make_plan(
         raise BindingError("make_plan needs a model; to plan for sites that are found already, call plan_sites")
     from veomni_core.sites.find import search  # imports torch, as the next one does
     from veomni_core.sites.model_device import is_on_the_cpu
+    from veomni_core.sites.proven_model import ProvenModel
 
     config = OpsConfig.of(config, registry)
     found = search(model, config.registry, distributed_config)
@@ -87,7 +88,13 @@ def make_plan(
         hardware = config.registry.detect_hardware("cpu")
     whole = distributed_config is None and all(site.sharding == WHOLE for site in found.sites)
     times = partial(times_of, model, batch, _autocast_name(autocast)) if batch and whole else None
-    return _plan(found.sites, found.failed_rules, config, hardware, autocast, training, times, loads=True)
+    plan = _plan(found.sites, found.failed_rules, config, hardware, autocast, training, times, loads=True)
+    if found.description is None:
+        return plan
+    installs_eager = {rule.name for rule in config.registry.site_rules if rule.installs_eager}
+    decisions = (decision for op in plan.ops for decision in op.sites)
+    bound = (each.site for each in decisions if each.bound or (each.as_asked and each.site.rule in installs_eager))
+    return replace(plan, proven=ProvenModel(model, found, bound, config.registry))
 
 
 def plan_sites(

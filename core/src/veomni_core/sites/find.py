@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -27,10 +27,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The sites of a model, and one sentence for each plugin's rule that failed on the model and was skipped."""
+    """What was found in a model.
+
+    Attributes:
+        sites: the sites, sorted by op and path.
+        failed_rules: one sentence for each plugin's rule that failed on the model and was skipped.
+        description: of the model by content (:meth:`veomni_core.sites.model_view.ModelView.description`).
+        locators: what found the sites, by the rule's name.
+    """
 
     sites: tuple[Site, ...]
     failed_rules: tuple[str, ...] = ()
+    description: Any = None
+    locators: Mapping[str, SiteLocator] = field(default_factory=dict)
 
 
 def find_sites(model: nn.Module, registry: Registry | None = None) -> tuple[Site, ...]:
@@ -120,7 +129,8 @@ def search(model: nn.Module, registry: Registry | None = None, distributed_confi
     view.finish()
     sites += view.not_found({*registry.ops} - {site.op_name for site in sites})
     ordered = sorted(sites, key=lambda site: (site.op_name, site.rule, _natural(site.path)))
-    return SearchResult(settle_claims(ordered), tuple(failed))
+    by_name = {rule.name: locator for rule, locator in locators.items()}
+    return SearchResult(settle_claims(ordered), tuple(failed), view.description(), by_name)
 
 
 def _locators(rules: Iterable[SiteRule]) -> dict[SiteRule, SiteLocator]:

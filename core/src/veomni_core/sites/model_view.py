@@ -58,6 +58,10 @@ class ModelView:
         """Sites without a variant that say why ops outside of ``op_names`` were not looked for."""
         return ()
 
+    def description(self) -> Any:
+        """All that rules read of the model, to be compared with that of another; ``None`` where it can't be said."""
+        return None
+
     def finish(self) -> None:
         """Called after the search, when all rules have run."""
 

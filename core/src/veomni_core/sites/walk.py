@@ -20,16 +20,16 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
         ['', '0', '0.0']
     """
     found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
+    seen: set[nn.Module] = set()
     waiting = [("", model)]
     while waiting:
-        path, module = waiting.pop()
-        if id(module) in seen:
+        named = waiting.pop()
+        path, module = named
+        if module in seen:
             continue
-        seen.add(id(module))
-        found.append((path, module))
+        seen.add(module)
+        found.append(named)
         if children := module._modules:
             around = f"{path}." if path else ""
-            inner = [(around + name, child) for name, child in children.items() if child is not None]
-            waiting += reversed(inner)
+            waiting += [(around + name, child) for name in reversed(children) if (child := children[name]) is not None]
     return found

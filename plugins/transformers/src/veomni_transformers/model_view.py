@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -15,8 +17,10 @@ from veomni_core.sites.site import Site, SiteLocator
 from veomni_transformers.engine.layout import layout_for, layout_of
 from veomni_transformers.engine.sharding import ModelSharding
 from veomni_transformers.engine.whole_twin import whole_twin
-from veomni_transformers.memory.proof_memory import Recollection
+from veomni_transformers.memory.proof_memory import Recollection, described
 from veomni_transformers.proving.proof import Proof
+
+logger = logging.getLogger(__name__)
 
 
 class TransformersView(ModelView):
@@ -37,10 +41,25 @@ class TransformersView(ModelView):
             self.layout = layout_for(model, distributed_config)
         elif (layout := layout_of(model)) is not None:
             self.model, self.layout = whole_twin(model), layout
-        self._sharding = ModelSharding(self.model)
+        self._memory: Recollection | None = None
+
+    @cached_property
+    def _sharding(self) -> ModelSharding:
+        return ModelSharding(self.model)
 
     def start(self, locators: Mapping[SiteRule, SiteLocator]) -> None:
         self._memory = Recollection(self.model, locators)
+
+    def description(self) -> Any:
+        if self.layout is not None:
+            return None
+        if self._memory is not None and self._memory.described is not None:
+            return self._memory.described
+        try:
+            return described(self.model)
+        except Exception as error:  # code of others runs while it looks
+            logger.debug("a plan for it is compared by a search: %s: %s", type(error).__name__, error)
+            return None
 
     def reads(self, rule: SiteRule) -> bool:
         return self._sharding.flattened is None or not rule.reads_parameters

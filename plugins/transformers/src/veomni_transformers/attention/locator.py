@@ -108,18 +108,27 @@ def _site(model: nn.Module, owner: str, paths: list[str], rule: str, proof: Proo
 def readers_by_owner(model: nn.Module) -> dict[str, list[str]]:
     """The attention modules that read each config, by the path of the outermost module that holds the config."""
     readers: dict[int, list[str]] = {}
-    for path, module in named_modules(model):
-        if reads_interface(module):
-            readers.setdefault(id(module.config), []).append(path)
     owners: dict[int, str] = {}
+    known: dict[Any, bool] = {}  # layers repeat their forwards
     for path, module in named_modules(model):
-        owners.setdefault(id(vars(module).get("config")), path)
+        if (config := vars(module).get("config")) is None:
+            continue
+        owners.setdefault(id(config), path)
+        forward = current_forward(module)
+        if forward not in known:
+            known[forward] = _looks_up(forward)
+        if known[forward]:
+            readers.setdefault(id(config), []).append(path)
     return {owners[config]: paths for config, paths in readers.items()}
 
 
 def reads_interface(module: nn.Module) -> bool:
     """Whether ``module`` looks its attention function up in transformers' table, by the name in its config."""
-    return "config" in vars(module) and TABLE in dict(global_functions(current_forward(module)))
+    return "config" in vars(module) and _looks_up(current_forward(module))
+
+
+def _looks_up(forward: Any) -> bool:
+    return TABLE in dict(global_functions(forward))
 
 
 def _needs(model: nn.Module, paths: list[str]) -> Iterator[str]:

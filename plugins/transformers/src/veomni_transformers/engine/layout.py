@@ -18,6 +18,7 @@ from torch import nn
 from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.errors import ConfigError, HostError
 from veomni_core.sites.site import Site
+from veomni_core.sites.walk import named_modules
 
 ENGINE_SINCE = "5.21"  # the first transformers with tensor, expert and FSDP2 parallelism in one DistributedConfig
 _MESHES = "_mesh_manager"  # where the engine keeps the meshes of a model that it has sharded
@@ -33,7 +34,7 @@ def refused(site: Site, styles: Mapping[str, str], why: str) -> Site:
 
 def layout_of(model: nn.Module) -> EngineLayout | None:
     """The layout of a model that the engine has sharded, or of a wrapper around one; ``None`` for any other model."""
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         if _MESHES in vars(module):
             return _resolved(module, module.config.distributed_config, path)
     return None

@@ -45,7 +45,7 @@ _IGNORED = frozenset(
         *["__annotations__", "__annotations_cache__", "__dict__", "__doc__", "__weakref__"],
         *["__slotnames__", "_abc_impl"],
         *["_CAN_RECORD_REGISTRY", "_checkpoint_conversion_mapping_cache", "smart_apply"],
-        "_remembered_sites",
+        *["_remembered_places", "_remembered_sites"],
     ]
 )
 # What a package of transformers has to import its names with, once they are asked for.

@@ -60,6 +60,16 @@ class Description:
         self.key = (root, tuple(self._numbers))
         del self._met, self._numbers, self._kept_alive
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both are of models that can't be told apart, and all that they name by ``id`` still lives."""
+        return (
+            isinstance(other, Description)
+            and self.key == other.key
+            and all(each() is not None for each in (*self.named, *other.named))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
     def _of(self, value: Any) -> Hashable:
         kind = type(value)
         if kind in _AS_IS:

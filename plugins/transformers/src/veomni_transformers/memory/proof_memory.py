@@ -64,12 +64,24 @@ def forget_proofs() -> None:
         _remembered_sites.clear()
 
 
+def described(model: nn.Module) -> tuple[Hashable, Description]:
+    """``model`` by content, with what of the process's settings reaches into proofs.
+
+    Raises:
+        Indescribable: it can't be compared by content, or a mode is active that sees each call of torch.
+    """
+    return _settings(), Description(model)
+
+
 class Recollection:
     """What is remembered of one model, and what its search finds anew.
 
     Args:
         model: the model that is searched. Of one with fewer than :data:`FEWEST_MODULES` modules nothing is remembered.
         locators: of each rule that may run. A rule whose locator has state that can't be described is not remembered.
+
+    Attributes:
+        described: the model, if it was described (:func:`described`).
 
     Example:
         >>> from veomni_transformers.norms.rms_norm import NormModules
@@ -88,6 +100,7 @@ class Recollection:
         self._known: dict[SiteRule, Sites] = {}
         self._found: dict[SiteRule, Sites] = {}
         self._snapshot: CodeSnapshot | None = None
+        self.described: tuple[Hashable, Description] | None = None
         self._loaded = len(sys.modules)
         if len(named_modules(model)) < FEWEST_MODULES:
             return
@@ -129,11 +142,11 @@ class Recollection:
                 _remembered_sites.popitem(last=False)
 
     def _describe(self, model: nn.Module, locators: Mapping[SiteRule, SiteLocator]) -> None:
-        described = Description(model)
+        settings, model_part = self.described = described(model)
         parts = {rule: part for rule, locator in locators.items() if (part := _description_of(locator)) is not None}
         self._describable = frozenset(parts)
-        self._key = (_settings(), described.key, tuple((rule, part.key) for rule, part in parts.items()))
-        everything = (described, *parts.values())
+        self._key = (settings, model_part.key, tuple((rule, part.key) for rule, part in parts.items()))
+        everything = (model_part, *parts.values())
         self._named = tuple(dict.fromkeys(each for part in everything for each in part.named))
         self._roots = list({identity: value for part in everything for identity, value in part.code.items()}.values())
         with _lock:

@@ -19,10 +19,11 @@ from veomni_transformers.proving import probe
 from veomni_transformers.proving.conditions import Conditions
 
 Result = TypeVar("Result")
-# In what code that draws random numbers names, if only to pass a rate on to a function of torch.
+# In what code that draws random numbers names, if only to pass a rate on to a function of torch. Rotary embeddings
+# name their factor attention_scaling.
 _OF_RANDOM_NUMBERS = re.compile(
     "rand|drop|seed|[gG]enerator|noise|jitter|sampl|gumbel|bernoulli|multinomial|poisson|uniform|exponential_|cauchy|"
-    "geometric|normal_?$|rrelu|fractional|attention|lstm|gru|rnn|choice|shuffle"
+    "geometric|normal_?$|rrelu|fractional|attention(?!_scaling)|lstm|gru|rnn|choice|shuffle"
 )
 
 

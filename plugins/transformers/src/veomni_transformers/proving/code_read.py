@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
@@ -15,6 +17,9 @@ from veomni_transformers.proving.reachable_code import is_library, nested_code, 
 
 _METHODS = (property, staticmethod, classmethod)
 Places = tuple[CodePlace, ...]
+_MOST_REMEMBERED = 64
+_remembered_places: OrderedDict[tuple[Any, ...], Places] = OrderedDict()
+_lock = threading.Lock()
 
 
 class ReadsForward:
@@ -34,8 +39,20 @@ class ReadsForward:
         functions = (table.get(key) for table, key, _ in tables)
         roots = tuple(dict.fromkeys((*code, *(each for each in functions if isinstance(each, FunctionType)))))
         if roots not in known:
-            known[roots] = (*places_read(roots), *entries)
+            known[roots] = (*_places_as_read(roots), *entries)
         return known[roots]
+
+
+def _places_as_read(roots: tuple[Any, ...]) -> Places:
+    """As :func:`places_read`, read once for as long as nothing was replaced there: it decides what is read."""
+    with _lock:
+        places = _remembered_places.pop(roots, None)
+        if places is None or any(place.replaced() for place in places):
+            places = tuple(places_read(roots))
+        _remembered_places[roots] = places
+        while len(_remembered_places) > _MOST_REMEMBERED:
+            _remembered_places.popitem(last=False)
+    return places
 
 
 def code_of(module: nn.Module) -> Iterator[Any]:

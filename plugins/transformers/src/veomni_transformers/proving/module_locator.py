@@ -82,8 +82,12 @@ class ModuleLocator(ReadsForward, ABC):
 
     def code_read(self, model: nn.Module, site: Site) -> Places:
         module = model.get_submodule(site.path)
-        instead = (child for _, child in bypassed(module, self.readings.of(module), self.called(site)))
-        return self._places(code for each in (module, *instead) for code in code_of(each))
+        alike = (site.variant, *code_of(module), *module._modules, *map(tuple, map(code_of, module.children())))
+        known: dict[Hashable, Places] = vars(self).setdefault("_read_of_alike", {})
+        if alike not in known:
+            instead = (child for _, child in bypassed(module, self.readings.of(module), self.called(site)))
+            known[alike] = self._places(code for each in (module, *instead) for code in code_of(each))
+        return known[alike]
 
     def own(self, module: nn.Module) -> str:
         """What runs in ``module`` while nothing is bound."""
