@@ -52,7 +52,8 @@ class CheckedJob:
         config = load_model_config(self.section.source, trust_remote_code=trusted)
         if self.conditions.vocabulary is not None:
             config.get_text_config().vocab_size = self.conditions.vocabulary
-        return build_skeleton(config, torch_dtype=dtype, trust_remote_code=trusted)
+        modeling = self.section.modeling
+        return build_skeleton(config, torch_dtype=dtype, trust_remote_code=trusted, modeling=modeling)
 
     def plan(self) -> Plan:
         """The job's plan."""
