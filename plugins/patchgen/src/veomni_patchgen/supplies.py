@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import libcst as cst
+
 from veomni_core.errors import did_you_mean
 from veomni_patchgen.classes import with_marker
 from veomni_patchgen.config import REPLACE_CLASS, REPLACE_FUNCTION, External, Patch, PatchConfig
@@ -106,6 +108,11 @@ class Supplies:
     def _need(self, file: PatchFile, name: str, rename: Rename, title: str) -> None:
         wanted, module = rename(name), self.module
         own, imported = file.source.statements.get(name), file.source.imports.get(name)
+        if imported and not _is_plain(own):  # in `try` or `if`, which comes along whole
+            upstream = module.source.imports.get(wanted) if module.defines(wanted) else None
+            if upstream and _alike(upstream, imported):
+                return
+            imported = None
         if wanted in self._targets.values() and wanted != name:
             return
         if imported and (there := _patches_in(imported[0])) and imported[1]:
@@ -126,7 +133,7 @@ class Supplies:
                 )
             self._help(file, wanted, own, rename, title)
         elif wanted not in module.names() and wanted not in BUILTINS:
-            raise PatchError(f"{title} uses {wanted}, which nothing binds. {self._nearest(wanted)}")
+            raise PatchError(f"{title} uses {wanted}, which nothing binds. {self._nearest(wanted, file.source.statements)}")
 
     def _help(self, file: PatchFile, name: str, statement: Any, rename: Rename, title: str) -> None:
         before = self._origin.setdefault(name, statement)
@@ -140,11 +147,18 @@ class Supplies:
         self.notes.append(f"came along with {title}: {name}")
         self.bring(file, code, rename, f"{name}, which {title} uses,")
 
-    def _nearest(self, name: str) -> str:
-        return did_you_mean(name, self.module.names()) if len(name) > 1 else ""
+    def _nearest(self, name: str, others: Iterable[str] = ()) -> str:
+        return did_you_mean(name, {*self.module.names(), *others})
 
     def _patched_by(self, file: PatchFile) -> set[str]:
         return {value.source_module for value in vars(file.module).values() if isinstance(value, PatchConfig)}
+
+
+def _is_plain(statement: Any) -> bool:
+    """Whether an import is alone in its line, or is there for annotations (``if TYPE_CHECKING``)."""
+    if isinstance(statement, cst.If):
+        return "TYPE_CHECKING" in cst.Module([]).code_for_node(statement.test)
+    return isinstance(statement, cst.SimpleStatementLine)
 
 
 def _is_code(thing: Any) -> bool:
