@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from counting_kernels import calls, counting_registry
 from veomni_core import bind
+from veomni_core.errors import HostError, JobFileError
 from veomni_patchgen import PatchError, generate
 from veomni_patchgen.cli import patchgen
 from veomni_patchgen.drift import drifted
 from veomni_patchgen.patch_file import configs_in, load_patches
 from veomni_patchgen.proof import prove
 from veomni_patchgen.source import Source, read_source
+from veomni_trainer.job.load import load_job
+from veomni_trainer.run.run_job import run_job
 from veomni_transformers.generated_modeling import generated_class
 from veomni_transformers.jobs.model_config import load_model_config
 
@@ -44,6 +49,7 @@ def test_an_example_computes_what_upstream_does(name):
     assert proof.farthest < 1e-9 and proof.gradients > 20 and proof.declared is None
 
 
+@pytest.mark.thorough
 def test_a_patch_that_computes_something_else_is_found_or_declared():
     config = config_of("qwen3_moe")
     norm = next(patch for patch in config.patches if "RMSNorm" in patch.target)
@@ -103,3 +109,35 @@ def test_a_change_in_transformers_own_file_is_named(tmp_path):
     assert "moved under override_method Qwen3MoeMLP.forward" in said and "+        x = x.clone()" in said
     with pytest.raises(PatchError, match="no class Qwen3MoeExperts. Did you mean 'Qwen3MoeExpertGroup'"):
         generate(config, Source(source.name, source.text.replace("Qwen3MoeExperts", "Qwen3MoeExpertGroup")))
+
+
+@pytest.mark.thorough
+def test_a_job_trains_a_generated_model_as_transformers_own(tmp_path):
+    patchgen([str(EXAMPLES / "qwen3_moe.py")], output=tmp_path / "generated")
+    file = tmp_path / "generated" / "patched_modeling_qwen3_moe.py"
+    sizes, _ = config_of("qwen3_moe").make_example()
+    del sizes["vocab_size"]
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 60)
+    job = {
+        "model": {"config": sizes, "dtype": "float32", "ops_implementation": {"preset": "eager"}},
+        "data": {"files": "text.txt", "tokenizer": "bytes", "sequence_length": 16},
+        "train": {"output_dir": str(tmp_path / "run"), "steps": 3, "batch_size": 2, "device": "cpu", "learning_rate": 0.01},
+    }
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+
+    def losses(*changes):
+        run_job(load_job(tmp_path / "job.yaml", changes), overwrite=True)
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
+
+    named, slots = "model.modeling=generated/patched_modeling_qwen3_moe.py", "model.ops_implementation.moe_implementation"
+    upstream = losses()
+    assert len(upstream) == 3 and losses(named) == pytest.approx(upstream, rel=1e-5)
+    assert losses(named, f"{slots}=grouped_mm") == pytest.approx(upstream, rel=1e-5)
+    receipt = (tmp_path / "run" / "receipt.json").read_text()
+    assert "declared" in receipt and "grouped_mm" in receipt
+    with pytest.raises(JobFileError, match="modeling"):
+        load_job(tmp_path / "job.yaml", ["model.modeling=3"])
+    file.write_text(file.read_text().replace('"version": "5', '"version": "4'))
+    with pytest.raises(HostError, match="was generated for transformers 4"):
+        losses(named)
