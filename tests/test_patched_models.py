@@ -42,7 +42,11 @@ def model_of(name, folder, *, training=True):
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3_moe", pytest.param("qwen3_vl", marks=pytest.mark.thorough), pytest.param("deepseek_v3", marks=pytest.mark.thorough)],
+    [
+        "qwen3_moe",
+        pytest.param("qwen3_vl", marks=pytest.mark.thorough),
+        pytest.param("deepseek_v3", marks=pytest.mark.thorough),
+    ],
 )
 def test_an_example_computes_what_upstream_does(name):
     proof = prove(config_of(name))
@@ -121,7 +125,13 @@ def test_a_job_trains_a_generated_model_as_transformers_own(tmp_path):
     job = {
         "model": {"config": sizes, "dtype": "float32", "ops_implementation": {"preset": "eager"}},
         "data": {"files": "text.txt", "tokenizer": "bytes", "sequence_length": 16},
-        "train": {"output_dir": str(tmp_path / "run"), "steps": 3, "batch_size": 2, "device": "cpu", "learning_rate": 0.01},
+        "train": {
+            "output_dir": str(tmp_path / "run"),
+            "steps": 3,
+            "batch_size": 2,
+            "device": "cpu",
+            "learning_rate": 0.01,
+        },
     }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
 
@@ -130,7 +140,10 @@ def test_a_job_trains_a_generated_model_as_transformers_own(tmp_path):
         lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
 
-    named, slots = "model.modeling=generated/patched_modeling_qwen3_moe.py", "model.ops_implementation.moe_implementation"
+    named, slots = (
+        "model.modeling=generated/patched_modeling_qwen3_moe.py",
+        "model.ops_implementation.moe_implementation",
+    )
     upstream = losses()
     assert len(upstream) == 3 and losses(named) == pytest.approx(upstream, rel=1e-5)
     assert losses(named, f"{slots}=grouped_mm") == pytest.approx(upstream, rel=1e-5)

@@ -6,6 +6,7 @@ veomni patchgen examples/patches/qwen3_moe.py -o generated
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.models.qwen3_moe.modeling_qwen3_moe import rotate_half
 
 from veomni_core import OpSlot
 from veomni_patchgen import PatchConfig
@@ -42,7 +43,7 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     if rotary_pos_emb.use_non_eager_impl:
         return rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin  # noqa: F821: upstream's
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
 
 # ================================================================

@@ -12,7 +12,7 @@ from veomni_patchgen.config import PatchConfig
 from veomni_patchgen.generate import Generated, generate
 from veomni_patchgen.patch_file import configs_in, load_patches
 
-DENSE = '''
+DENSE = """
 # Copyright of the planted model
 from dataclasses import dataclass
 
@@ -76,8 +76,10 @@ class DenseModel(DenseBase):
 
 
 __all__ = ["DenseModel", "DenseTalker"]
-'''
-MOE = DENSE.replace("Dense", "Sparse").replace("    cache: object = None\n", "    cache: object = None\n    router_logits: object = None\n")
+"""
+MOE = DENSE.replace("Dense", "Sparse").replace(
+    "    cache: object = None\n", "    cache: object = None\n    router_logits: object = None\n"
+)
 _HEAD = """
 from veomni_patchgen import PatchConfig, create_patch_from_external
 

@@ -39,7 +39,10 @@ def check(capsys, *, passes=False, **options):
 
 
 def test_files_are_written_listed_and_found_unchanged(planted, file, capsys):
-    assert file.exists() and "+    # patchgen: override_method DenseNorm.forward: twice" in file.with_suffix(".diff").read_text()
+    assert (
+        file.exists()
+        and "+    # patchgen: override_method DenseNorm.forward: twice" in file.with_suffix(".diff").read_text()
+    )
     said = check(capsys, passes=True)
     assert "up to date; not compared with upstream: it has no @config.example" in said
     assert "override_method DenseModel.forward declares: no cache in training" in said
@@ -70,7 +73,9 @@ def test_what_moved_upstream_is_said_per_patch(planted, file, capsys):
     planted.change("        return y + self.eps\n", "        y = y / 2\n        return y + self.eps\n")
     said = check(capsys)
     line = 1 + (planted.folder / "planted/modeling_dense.py").read_text().splitlines().index("        y = y / 2")
-    assert f"upstream's line {line} moved under override_method DenseNorm.forward" in said and "+        y = y / 2" in said
+    assert (
+        f"upstream's line {line} moved under override_method DenseNorm.forward" in said and "+        y = y / 2" in said
+    )
     assert "DenseModel.forward\n" not in said.partition("declares")[0]
     check(capsys, passes=True, fix=True)
     planted.change("def rotate_half(x):\n", "def rotate_half(x):\n    assert x\n")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from planted_upstream import run
+
 from veomni_patchgen import PatchError
 
 NORM = """
@@ -227,7 +227,7 @@ def test_helpers_come_along_or_are_named(planted):
 
 
 def test_a_name_that_means_two_things_is_refused(planted):
-    uses = '\n@config.override_method("DenseNorm.forward")\ndef forward(self, x):\n    return rotate_half(x), ACTIVATIONS\n'
+    uses = NORM.replace("2 * x", "rotate_half(x), ACTIVATIONS")
     with pytest.raises(PatchError, match="planted.modeling_dense has a rotate_half too: rename yours"):
         planted.generate("def rotate_half(x):\n    return x\n" + uses)
     with pytest.raises(PatchError, match=r"ACTIVATIONS is math.pi, but in the generated file it is planted.activ"):

@@ -8,6 +8,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper, ScopeProvider
 
+from veomni_core.errors import did_you_mean
 from veomni_patchgen.errors import PatchError
 from veomni_patchgen.source import Source, inherited_method, lineage, method_of
 
@@ -23,7 +24,7 @@ def with_marker(node: Any, marker: Sequence[str]) -> Any:
 
 def with_method(node: cst.ClassDef, method: cst.FunctionDef) -> cst.ClassDef:
     """The class with ``method`` in place of the one of that name, or after the others."""
-    body = [each for each in _lines(node)]
+    body = _lines(node)
     names = [each.name.value if isinstance(each, cst.FunctionDef) else "" for each in body]
     if method.name.value in names:
         body[names.index(method.name.value)] = method
@@ -47,7 +48,9 @@ def wrapped(node: cst.ClassDef, name: str, function: cst.FunctionDef, source: So
     """
     owner, before = node.name.value, method_of(node, name)
     if before is not None:
-        decorators = {getattr(getattr(each.decorator, "value", each.decorator), "value", "") for each in before.decorators}
+        decorators = {
+            getattr(getattr(each.decorator, "value", each.decorator), "value", "") for each in before.decorators
+        }
         if decorators & _BOUND_OTHERWISE:
             raise PatchError(f"modify_method {owner}.{name}: it is a {min(decorators & _BOUND_OTHERWISE)}; override it")
         kept = f"_upstream_{name.strip('_')}"
@@ -110,8 +113,6 @@ def check_method(owner: str, name: str, new: bool, source: Source) -> None:
             raise PatchError(f"override_method {owner}.{name}: new=True, but upstream has it; leave new out")
         return
     if inherited_method(owner, name, source) is None:
-        from veomni_core.errors import did_you_mean
-
         known = {
             each.name.value for _, node in lineage(owner, source) for each in node.body.body
             if isinstance(each, cst.FunctionDef)

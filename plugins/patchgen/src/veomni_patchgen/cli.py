@@ -24,7 +24,8 @@ def patchgen(
         list[str] | None, typer.Argument(metavar="PATCH...", help="Files or modules with a PatchConfig; or folders.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The folder to write to; generated/ beside each PATCH without it.")
+        Path | None,
+        typer.Option("--output", "-o", help="The folder to write to; generated/ beside each PATCH without it."),
     ] = None,
     all_patches: Annotated[bool, typer.Option("--all", help="Every file with a PatchConfig, here and below.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="List what there is, and write nothing.")] = False,
@@ -36,17 +37,23 @@ def patchgen(
     source: Annotated[
         Path | None, typer.Option("--source", help="Read this modeling file instead of the installed one.")
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what came along and what was left out.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Say what came along and what was left out.")
+    ] = False,
 ) -> None:
     """Write modeling code with patches in it, or check that what was written is up to date and computes the same."""
     named = list(patches or ([] if not (all_patches or list_only) else ["."]))
     if not named:
         raise ConfigError("name a file or a module of patches, or write --all")
-    found = [(name, config) for each in named for name in _files(each) for config in configs_in(load_patches(name)).values()]
+    found = [
+        (name, config) for each in named for name in _files(each) for config in configs_in(load_patches(name)).values()
+    ]
     if not found:
         raise ConfigError(f"there is no PatchConfig in {', '.join(named)}")
     if list_only:
-        rows = [(name, config.source_module, config.target_file, str(len(config.all_patches()))) for name, config in found]
+        rows = [
+            (name, config.source_module, config.target_file, str(len(config.all_patches()))) for name, config in found
+        ]
         print(render_table(("patches in", "of", "written to", "patches"), rows))
         return
     failed = False

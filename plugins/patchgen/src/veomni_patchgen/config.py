@@ -228,4 +228,3 @@ class PatchConfig:
             return function
 
         return declare if replacement is None else declare(replacement)
-

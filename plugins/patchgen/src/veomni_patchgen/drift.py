@@ -51,7 +51,13 @@ def moved_lines(patch: Patch, before: str, now: str) -> list[str]:
     """What changed in upstream's code that ``patch`` changes: its lines now, and the code then and now."""
     old, new = _target(before, patch.target), _target(now, patch.target)
     if old is None or new is None:
-        return [] if old is new else [f"{patch.title}: upstream {'has' if old is None else 'had'} it only {'now' if old is None else 'then'}"]
+        return (
+            []
+            if old is new
+            else [
+                f"{patch.title}: upstream {'has' if old is None else 'had'} it only {'now' if old is None else 'then'}"
+            ]
+        )
     (_, then), (start, here) = old, new
     if then == here:
         return []
@@ -65,7 +71,7 @@ def moved_lines(patch: Patch, before: str, now: str) -> list[str]:
 
 
 def upstream_before(text: str, diff: str) -> str | None:
-    """The file that ``text`` was generated from, by the difference beside it; ``None`` if they don't belong together."""
+    """The file that ``text`` was generated from, by the difference beside it; ``None`` if they don't fit."""
     lines, out, at = text.splitlines(keepends=True), [], 0
     for start, hunk in _hunks(diff):
         out += lines[at:start]
@@ -107,5 +113,7 @@ def _target(text: str, target: str) -> tuple[int, list[str]] | None:
 
 
 def _edits(text: str, now: str) -> list[str]:
-    lines = list(difflib.unified_diff(text.splitlines(), now.splitlines(), "the file", "generated now", lineterm="", n=0))
+    lines = list(
+        difflib.unified_diff(text.splitlines(), now.splitlines(), "the file", "generated now", lineterm="", n=0)
+    )
     return ["it was edited by hand, or its patches have changed:\n  " + "\n  ".join(lines[2:22])]

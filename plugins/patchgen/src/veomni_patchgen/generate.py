@@ -96,9 +96,10 @@ def _apply(patch: Patch, module: ModuleText, supplies: Supplies) -> None:
     owner, _, method = patch.target.partition(".")
     kinds: dict[str, tuple[Any, str]] = {
         REPLACE_FUNCTION: (cst.FunctionDef, "function"),
-        REPLACE_CLASS: ((cst.ClassDef, cst.FunctionDef) if isinstance(patch.replacement, External) else cst.ClassDef, "class"),
-    }  # fmt: skip
+    }
     kind, what = kinds.get(patch.kind, (cst.ClassDef, "class"))
+    if isinstance(patch.replacement, External):
+        kind, what = (cst.ClassDef, cst.FunctionDef), "class or function"
     try:
         module.source.definition(owner, kind, what)
     except PatchError as error:
@@ -168,5 +169,3 @@ def _marker(patch: Patch) -> list[str]:
 
 def _same(before: Any, after: Any) -> bool:
     return ast.dump(ast.parse(source_of(before))) == ast.dump(ast.parse(source_of(after)))
-
-

@@ -119,7 +119,9 @@ class _Found(cst.CSTVisitor):
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
         if isinstance(node.names, cst.ImportStar):
             return
-        module = str(get_absolute_module_from_package_for_import(self._package or None, node) if node.relative and self._package
-                     else get_full_name_for_node(node.module) if node.module else "")  # fmt: skip
+        if node.relative and self._package:
+            module = str(get_absolute_module_from_package_for_import(self._package, node))
+        else:
+            module = str(get_full_name_for_node(node.module)) if node.module else ""
         for alias in node.names:
             self.names[_bound(alias)] = (module, str(get_full_name_for_node(alias.name)))

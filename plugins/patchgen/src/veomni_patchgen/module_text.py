@@ -55,7 +55,9 @@ class ModuleText:
             imported = [each for each in self.statements if name in imported_names(each, self.source.package)]
             if not imported:
                 known = self.source.imports
-                raise PatchError(f"drop_import_names: {self.source.name} imports no {name}. {did_you_mean(name, known)}")
+                raise PatchError(
+                    f"drop_import_names: {self.source.name} imports no {name}. {did_you_mean(name, known)}"
+                )
             self.statements = [
                 kept for each in self.statements
                 if (kept := without_names(each, {name}) if each in imported else each) is not None

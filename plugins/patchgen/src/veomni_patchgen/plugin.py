@@ -11,6 +11,8 @@ VEOMNI_PLUGIN_API_VERSION = 1
 def veomni_commands() -> list[CommandSpec]:
     return [
         CommandSpec(
-            "patchgen", "veomni_patchgen.cli:patchgen", "Write modeling code with patches in it, and check that it fits."
+            "patchgen",
+            "veomni_patchgen.cli:patchgen",
+            "Write modeling code with patches in it, and check that it fits.",
         ),
     ]

@@ -39,7 +39,11 @@ class Proof:
 
     def __str__(self) -> str:
         same = f"loss and {self.gradients} gradients are upstream's (farthest {self.farthest:.0e})"
-        return same if self.declared is None else f"{same} without the declared changes; with them {self.declared:.0e} away"
+        return (
+            same
+            if self.declared is None
+            else f"{same} without the declared changes; with them {self.declared:.0e} away"
+        )
 
 
 def prove(config: PatchConfig, tolerance: float = TOLERANCE) -> Proof:
@@ -64,7 +68,7 @@ def prove(config: PatchConfig, tolerance: float = TOLERANCE) -> Proof:
             worst = max(far, key=lambda name: far[name])
             raise PatchError(
                 f"{config.target_file}: the generated model computes something else: {worst} is {far[worst]:.1e} from "
-                f"upstream's, and {len(far) - 1} more values. Mend the patches, or say with declares=... what one changes"
+                f"upstream's, and {len(far) - 1} more values. Mend the patches, or declare the change (declares=...)"
             )
         changed = None
         if declared:
@@ -87,7 +91,10 @@ def _step(kind: Any, config: Any, inputs: Mapping[str, Any]) -> dict[str, torch.
         for parameter in model.parameters():  # also those that are made of zeros, ones, or nothing
             torch.nn.init.normal_(parameter, std=0.1)
         torch.manual_seed(1)
-        passed = {name: value.double() if getattr(value, "is_floating_point", bool)() else value for name, value in inputs.items()}
+        passed = {
+            name: value.double() if getattr(value, "is_floating_point", bool)() else value
+            for name, value in inputs.items()
+        }
         loss = model(**passed).loss
     loss.backward()
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
@@ -99,5 +106,6 @@ def _distances(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Ten
         other = ", ".join(sorted(found.keys() ^ wanted.keys())[:4])
         raise PatchError(f"the generated model has other parameters than upstream's: {other}")
     return {
-        name: float((found[name] - value).abs().max() / value.abs().max().clamp(min=1e-12)) for name, value in wanted.items()
+        name: float((found[name] - value).abs().max() / value.abs().max().clamp(min=1e-12))
+        for name, value in wanted.items()
     }

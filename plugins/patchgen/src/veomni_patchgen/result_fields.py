@@ -40,7 +40,7 @@ def check_fields(title: str, code: Any, upstream: Any | None, source: Source, de
 def check_sibling_fields(
     title: str, code: Any, rename: Callable[[str], str], siblings: Iterable[Source], source: Source
 ) -> None:
-    """Raise PatchError if a result class that a ``name_map`` exchanges in ``code`` has other fields than its sibling."""
+    """Raise PatchError if a class of outputs that ``name_map`` exchanges has other fields than its sibling."""
     for name in _calls(code):
         new = rename(name)
         if new == name or (fields := fields_of(new, source)) is None:

@@ -17,7 +17,7 @@ from veomni_patchgen.module_text import ModuleText
 from veomni_patchgen.names import BUILTINS, bound_names, free_names, renamed
 from veomni_patchgen.patch_file import PatchFile
 from veomni_patchgen.source import Source, read_source
-from veomni_transformers.generated_modeling import own_classes
+from veomni_transformers.generated_modeling import OwnClasses
 
 Rename = Callable[[str], str]
 
@@ -72,7 +72,9 @@ class Supplies:
         upstream = self.module.source.imports.get(name) if self.module.defines(name) else None
         other = self.module.imports.get(name) or upstream
         if other is None and self.module.defines(name):
-            raise PatchError(f"{title}: {name} is defined in {self.module.source.name} itself; import it under another name")
+            raise PatchError(
+                f"{title}: {name} is defined in {self.module.source.name} itself; import it under another name"
+            )
         if other is not None and not _alike(other, target):
             raise PatchError(f"{title}: {name} is {_shown(target)}, but in the generated file it is {_shown(other)}")
         if other is None:
@@ -84,8 +86,8 @@ class Supplies:
         used = frozenset().union(*map(free_names, (*module.statements, *module.helpers.values())))
         for name, (where, _) in module.source.imports.items():
             if name.startswith("AutoModel") and where.startswith("transformers.models.auto") and name in used:
-                self.import_name("own_classes", (own_classes.__module__, "own_classes"), name)
-                line = parse_statement(f"{name} = own_classes({name}, globals())")
+                self.import_name("OwnClasses", (OwnClasses.__module__, "OwnClasses"), name)
+                line = parse_statement(f"{name} = OwnClasses({name}, globals())")
                 why = f"patchgen: {name} builds the classes of this file, with their patches, not upstream's"
                 module.blocks.append(with_marker(line, [why]))
                 self.notes.append(f"{name} builds the classes of this file")
@@ -133,7 +135,9 @@ class Supplies:
                 )
             self._help(file, wanted, own, rename, title)
         elif wanted not in module.names() and wanted not in BUILTINS:
-            raise PatchError(f"{title} uses {wanted}, which nothing binds. {self._nearest(wanted, file.source.statements)}")
+            raise PatchError(
+                f"{title} uses {wanted}, which nothing binds. {self._nearest(wanted, file.source.statements)}"
+            )
 
     def _help(self, file: PatchFile, name: str, statement: Any, rename: Rename, title: str) -> None:
         before = self._origin.setdefault(name, statement)
@@ -142,8 +146,14 @@ class Supplies:
                 raise PatchError(f"{title}: two helpers are called {name}; rename one")
             return
         thing = vars(file.module).get(name)
-        code = file.code_of(thing) if getattr(thing, "__module__", "") == file.module.__name__ and _is_code(thing) else statement
-        self.module.helpers |= dict.fromkeys(bound_names(statement), absolute(renamed(code, rename), file.source.package))
+        code = (
+            file.code_of(thing)
+            if getattr(thing, "__module__", "") == file.module.__name__ and _is_code(thing)
+            else statement
+        )
+        self.module.helpers |= dict.fromkeys(
+            bound_names(statement), absolute(renamed(code, rename), file.source.package)
+        )
         self.notes.append(f"came along with {title}: {name}")
         self.bring(file, code, rename, f"{name}, which {title} uses,")
 

@@ -75,7 +75,7 @@ def generated_class(path: str | Path, config: Any) -> Any:
     raise ConfigError(f"model.modeling: {path} has no {' or '.join(wanted) or 'class'} for a {config.model_type}")
 
 
-class own_classes:  # noqa: N801: in generated files it stands for an Auto class
+class OwnClasses:
     """An ``AutoModel`` that builds the classes of a generated file where transformers' would build its own.
 
     Args:
@@ -101,8 +101,12 @@ def _refuse_other_source(file: Path, record: Mapping[str, Any]) -> None:
     version = importlib.metadata.version(top)
     again = "Generate it again (veomni patchgen PATCH -o DIR), and look at its difference; --check says what moved"
     if version != record["version"]:
-        raise HostError(f"model.modeling: {file} was generated for {top} {record['version']}; {version} is here. {again}")
+        raise HostError(
+            f"model.modeling: {file} was generated for {top} {record['version']}; {version} is here. {again}"
+        )
     spec = importlib.util.find_spec(record["source_module"])
     text = Path(spec.origin).read_bytes() if spec and spec.origin else b""
     if hashlib.sha256(text).hexdigest() != record["sha256"]:
-        raise HostError(f"model.modeling: {file}: the {record['source_module']} here is not the one it was made from. {again}")
+        raise HostError(
+            f"model.modeling: {file}: the {record['source_module']} here is not the one it was made from. {again}"
+        )

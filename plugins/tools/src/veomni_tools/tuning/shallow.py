@@ -11,9 +11,7 @@ from veomni_tools.tuning.survey import Survey, Surveyed
 from veomni_transformers.build import build_skeleton, build_unbound
 
 
-def shallow_model(
-    skeleton: Any, surveyed: Iterable[Surveyed], survey: Survey, device: str, **how: Any
-) -> Any:
+def shallow_model(skeleton: Any, surveyed: Iterable[Surveyed], survey: Survey, device: str, **how: Any) -> Any:
     """A model with random weights on ``device`` that has every kind of site of ``skeleton``.
 
     Args:

@@ -1,4 +1,4 @@
-"""``veomni explain MODEL --source PATH``: the forward that runs at a site of a bound model, beside transformers' own."""
+"""``veomni explain MODEL --source PATH``: the forward that runs at a module of a bound model, and transformers' own."""
 
 from __future__ import annotations
 
