@@ -175,7 +175,9 @@ class PatchConfig:
         is_from_import: bool = True,
     ) -> None:
         """Import ``names`` from ``module``; without names, or with ``is_from_import=False``, the module itself."""
-        listed = [(each, None) if isinstance(each, str) else tuple(each) for each in names or ()]
+        listed: list[tuple[str, str | None]] = [
+            (each, None) if isinstance(each, str) else (each[0], each[1]) for each in names or ()
+        ]
         if is_from_import and listed:
             if alias is not None:
                 if len(listed) > 1:

@@ -90,7 +90,7 @@ class PatchFile:
             raise PatchError(f"{name} can't be taken over: a patch is a function or a class at the top of its module")
         kind: Any = cst.ClassDef if inspect.isclass(thing) else cst.FunctionDef
         found = [(each, line) for each, line in self._lines if isinstance(each, kind) and each.name.value == name]
-        if kind is cst.FunctionDef:
+        if inspect.isfunction(thing):
             found = [each for each in found if each[1] == thing.__code__.co_firstlineno]
         if len(found) != 1:
             raise PatchError(f"{self.source.name} has {len(found)} definitions of {name}; it must have one")
