@@ -25,6 +25,7 @@ TESTS = (
     "core/tests/test_living_with_others.py",
     "plugins/transformers/tests/test_rotary.py",
     "tests/test_other_versions.py",
+    "tests/test_patched_models.py",
 )
 
 

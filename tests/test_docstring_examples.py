@@ -17,6 +17,7 @@ from torch import distributed
 import veomni_conformance
 import veomni_core
 import veomni_ops
+import veomni_patchgen
 import veomni_tools
 import veomni_transformers
 
@@ -27,7 +28,7 @@ NAMESPACES = (
     *("veomni_transformers.authoring", "veomni_transformers.sequence"),
 )
 PACKAGES = (veomni_ops,)
-WITH_EXAMPLES = (veomni_core, veomni_ops, veomni_transformers, veomni_conformance, veomni_tools)
+WITH_EXAMPLES = (veomni_core, veomni_ops, veomni_transformers, veomni_conformance, veomni_patchgen, veomni_tools)
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 

@@ -17,7 +17,7 @@ def test_what_it_requires_finds_and_serves_every_op():
     required = {Requirement(text).name for text in PROJECT["dependencies"]}
     assert required <= {"veomni-core", *(plugin.distribution for plugin in discover({}).plugins)}
     definitions = {plugin.distribution for plugin in discover({}).plugins if plugin.defines}
-    assert definitions - {"veomni-tools"} <= required and "veomni-torch" in required
+    assert definitions - {"veomni-patchgen", "veomni-tools"} <= required and "veomni-torch" in required
 
 
 def test_all_that_is_required_has_one_version():

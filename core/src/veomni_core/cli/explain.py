@@ -12,24 +12,39 @@ from veomni_core.cli.completion import complete_op
 from veomni_core.cli.names import find_op
 from veomni_core.cli.output import AsJson, HardwareName, print_json
 from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.references import load_attribute
 from veomni_core.discovery.discover import discover
+from veomni_core.errors import ConfigError
 from veomni_core.planning.evidence import evidence_on
 from veomni_core.planning.selection import Selection
 from veomni_core.tables import fit, render_table
+
+SOURCE = "source"  # the subcommand that prints a bound module's code
 
 
 def explain(
     op: Annotated[
         str,
         typer.Argument(
-            help="An op (rms_norm) or its config field (rms_norm_implementation).", autocompletion=complete_op
+            help="An op (rms_norm) or its config field; with --source a job's YAML or a model type.",
+            autocompletion=complete_op,
         ),
     ],
     hardware: HardwareName = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--source", metavar="PATH", help="Print the forward that runs at this module of a bound model."),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """For every kernel of an op, say whether it runs here and why not; what ``auto`` takes, and what to install."""
     registry = discover()
+    if source is not None:
+        if SOURCE not in registry.commands or json:
+            needs = "prints code, not JSON" if json else "needs a plugin that reads models: veomni-transformers"
+            raise ConfigError(f"--source {needs}")
+        load_attribute(registry.commands[SOURCE].target)(op, source, hardware)
+        return
     spec = find_op(registry, op)
     target = registry.named_hardware(hardware) if hardware else registry.detect_hardware()
     selection = Selection(registry, target, {}, evidence=evidence_on(target))

@@ -22,6 +22,7 @@ from veomni_core.planning.config import OpsConfig
 from veomni_core.planning.plan import Plan
 from veomni_core.planning.planner import make_plan
 from veomni_transformers.engine.layout import distributed_config_of
+from veomni_transformers.generated_modeling import generated_class
 from veomni_transformers.jobs.config_errors import explained
 from veomni_transformers.jobs.model_config import ConfigSource, load_model_config
 from veomni_transformers.memory.same_form import same_form
@@ -49,6 +50,7 @@ def build_foundation_model(
     config_kwargs: Mapping[str, Any] | None = None,
     resize_embeddings: bool = False,
     trust_remote_code: bool = False,
+    modeling: str | Path | None = None,
     agree: bool = True,
     group: Any = None,
     agreement_timeout: float = AGREEMENT_TIMEOUT,
@@ -82,6 +84,7 @@ def build_foundation_model(
         resize_embeddings: whether weights with another ``vocab_size`` in their ``config.json`` than the model's are
             loaded with that, and their embeddings then resized. New rows are drawn around the mean of the old ones.
         trust_remote_code: whether code that is shipped with a model may run.
+        modeling: a file that ``veomni patchgen`` has written; its class is built instead of transformers'.
         agree: whether the ranks of a distributed job must agree on the plan; False lets this rank build on its own.
         group: the process group whose ranks build this model; all ranks without it.
         agreement_timeout: how many seconds ranks wait for one another to agree.
@@ -148,8 +151,8 @@ def build_foundation_model(
     if weights_path is not None:
         check_weights(Path(weights_path))
     config = load_model_config(config_path, config_kwargs, trust_remote_code)
-    model_class = _model_class(config)
-    skeleton = _skeleton(config, dtype, trust_remote_code)
+    model_class = _model_class(config, modeling)
+    skeleton = _skeleton(config, dtype, trust_remote_code, modeling)
     turned = () if weights_path is None else square_and_transposed(Path(weights_path), skeleton)
     if sharding is not None or quantization_config is not None:
         refuse_divided(Path(weights_path or ""), turned)
@@ -205,7 +208,11 @@ def load_as_trained(path: Path, trust_remote_code: bool = False, config: ConfigS
 
 
 def build_skeleton(
-    config_path: ConfigSource, *, torch_dtype: str | torch.dtype = "bfloat16", trust_remote_code: bool = False
+    config_path: ConfigSource,
+    *,
+    torch_dtype: str | torch.dtype = "bfloat16",
+    trust_remote_code: bool = False,
+    modeling: str | Path | None = None,
 ) -> PreTrainedModel:
     """The unbound model on the meta device: all modules and shapes, no weight values.
 
@@ -213,25 +220,31 @@ def build_skeleton(
         ConfigError: no model can be built from the config; the message names its keys.
     """
     config = load_model_config(config_path, trust_remote_code=trust_remote_code)
-    return _skeleton(config, _dtype(torch_dtype), trust_remote_code)
+    return _skeleton(config, _dtype(torch_dtype), trust_remote_code, modeling)
 
 
 def build_unbound(
-    config_path: ConfigSource, device: str | torch.device, *, torch_dtype: str | torch.dtype, trust_remote_code: bool
+    config_path: ConfigSource,
+    device: str | torch.device,
+    *,
+    torch_dtype: str | torch.dtype,
+    trust_remote_code: bool,
+    modeling: str | Path | None = None,
 ) -> PreTrainedModel:
     """The unbound model with random weights on ``device``."""
     config = load_model_config(config_path, trust_remote_code=trust_remote_code)
-    return _random_model(_model_class(config), config, _dtype(torch_dtype), torch.device(device), trust_remote_code)
+    kind = _model_class(config, modeling)
+    return _random_model(kind, config, _dtype(torch_dtype), torch.device(device), trust_remote_code)
 
 
-def _skeleton(config: Any, dtype: torch.dtype, trust: bool) -> Any:
+def _skeleton(config: Any, dtype: torch.dtype, trust: bool, modeling: str | Path | None = None) -> Any:
     """On the meta device, an error of the model's constructor comes from its config: there is no memory to run out of.
 
     So :func:`build_foundation_model` builds one before it builds the model.
     """
     written = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     with explained(f"no {config.model_type} can be built from it", written, "model.config"):
-        return _random_model(_model_class(config), config, dtype, torch.device("meta"), trust)
+        return _random_model(_model_class(config, modeling), config, dtype, torch.device("meta"), trust)
 
 
 def check_weights(path: Path) -> None:
@@ -284,8 +297,13 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _model_class(config: Any) -> Any:
-    """The first of the config's architectures that transformers has; else ``AutoModelForCausalLM``."""
+def _model_class(config: Any, modeling: str | Path | None = None) -> Any:
+    """The first of the config's architectures that transformers has; else ``AutoModelForCausalLM``.
+
+    With ``modeling``, the class of that generated file.
+    """
+    if modeling is not None:
+        return generated_class(modeling, config)
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)

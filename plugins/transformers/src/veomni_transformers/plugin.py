@@ -83,6 +83,9 @@ def veomni_model_views() -> list[ModelViewSpec]:
 def veomni_commands() -> list[CommandSpec]:
     return [
         CommandSpec(
+            "source", "veomni_transformers.cli.source:source", "The code that runs at a module of a bound model."
+        ),
+        CommandSpec(
             "coverage", "veomni_transformers.cli.coverage:coverage", "What binds in every model type of transformers."
         ),
     ]

@@ -86,7 +86,8 @@ def _measured(
         for spec in each.kernels:
             needed.setdefault(spec, {}).update(dict.fromkeys(checked_dtypes(spec, each.kind)))
     unchecked = checks.run((spec, tuple(dtypes)) for spec, dtypes in needed.items())
-    model: Any = shallow_model(skeleton, surveyed, survey, device, checked.section.trust_remote_code)
+    options = {"trust_remote_code": checked.section.trust_remote_code, "modeling": checked.section.modeling}
+    model: Any = shallow_model(skeleton, surveyed, survey, device, **options)
     say(f"a model of {model.config.get_text_config().num_hidden_layers} layers has every kind of site")
     job = MeasuredJob.of(skeleton, conditions.batch, autocast)
     assert job is not None  # a model of a job has a config

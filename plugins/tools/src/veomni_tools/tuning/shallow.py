@@ -11,9 +11,7 @@ from veomni_tools.tuning.survey import Survey, Surveyed
 from veomni_transformers.build import build_skeleton, build_unbound
 
 
-def shallow_model(
-    skeleton: Any, surveyed: Iterable[Surveyed], survey: Survey, device: str, trust_remote_code: bool = False
-) -> Any:
+def shallow_model(skeleton: Any, surveyed: Iterable[Surveyed], survey: Survey, device: str, **how: Any) -> Any:
     """A model with random weights on ``device`` that has every kind of site of ``skeleton``.
 
     Args:
@@ -21,10 +19,10 @@ def shallow_model(
         surveyed: its kinds of sites.
         survey: finds those of models with fewer layers.
         device: where it is made.
-        trust_remote_code: whether code that is shipped with the model may run.
+        how: ``trust_remote_code`` and ``modeling``, as of ``build_skeleton``.
     """
     wanted = {each.kind for each in surveyed}
-    options = {"torch_dtype": skeleton.dtype, "trust_remote_code": trust_remote_code}
+    options = {"trust_remote_code": False, **how, "torch_dtype": skeleton.dtype}
     for config in _shortened(skeleton.config):
         try:
             found = {each.kind for each in survey.of(build_skeleton(config, **options))}

@@ -34,6 +34,7 @@ KEYS: Mapping[str, OnResume] = {
     "model.config": _COMPARED,  # the checkpoint's weights must fit
     "model.weights": _CONTINUED,
     "model.resize_embeddings": _COMPARED,  # the checkpoint's weights must fit
+    "model.modeling": _COMPARED,  # the checkpoint's weights must fit, and the plan
     "model.dtype": _REFUSED,
     "model.ops_implementation": _COMPARED,  # the plan
     "model.trust_remote_code": _APPLIED,

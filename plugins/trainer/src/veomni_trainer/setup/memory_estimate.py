@@ -118,6 +118,7 @@ def _measure(job: Job, ops: OpsConfig, config: PretrainedConfig, depth: int, dev
         autocast=under.autocast,
         device=under.device,
         trust_remote_code=job.model.trust_remote_code,
+        modeling=job.model.modeling,
         agree=False,
     )
     trained: nn.Module = with_adapter(model, job) if job.lora else model

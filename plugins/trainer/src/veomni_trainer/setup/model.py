@@ -86,7 +86,8 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
         HostError: this machine's libraries can't shard models, or the processes are not as many as the sizes need.
     """
     config = model_config(job, tokenizer)
-    skeleton: Any = unbound_skeleton(config, trust_remote_code=job.model.trust_remote_code)
+    options = {"trust_remote_code": job.model.trust_remote_code, "modeling": job.model.modeling}
+    skeleton: Any = unbound_skeleton(config, **options)
     if not job.train.scores_sequences:
         check_causal(skeleton)
     if job.train.is_sharded:
@@ -181,6 +182,7 @@ def _build(
         quantization_config=quantization_config(job) if device != "meta" else None,
         resize_embeddings=job.model.resize_embeddings and weights is not None,
         trust_remote_code=job.model.trust_remote_code,
+        modeling=job.model.modeling,
         verify=verify,
         check_plan=check_plan,
         batch=under.batch,

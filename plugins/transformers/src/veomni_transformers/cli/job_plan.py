@@ -54,7 +54,8 @@ class CheckedJob:
             config.get_text_config().vocab_size = self.conditions.vocabulary
         if self.conditions.architecture is not None:
             config.architectures = [self.conditions.architecture]
-        return build_skeleton(config, torch_dtype=dtype, trust_remote_code=trusted)
+        modeling = self.section.modeling
+        return build_skeleton(config, torch_dtype=dtype, trust_remote_code=trusted, modeling=modeling)
 
     def plan(self) -> Plan:
         """The job's plan."""

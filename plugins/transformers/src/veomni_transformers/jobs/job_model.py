@@ -39,6 +39,8 @@ class ModelSection:
     """The dtype of the weights. Without it, what the job's training says; in a job of a model alone, bfloat16."""
     ops_implementation: dict[str, Any] | None = None
     """Which kernels run."""
+    modeling: str | None = None
+    """A file that ``veomni patchgen`` has written; its classes are built instead of transformers'."""
     resize_embeddings: bool = False
     """Whether the weights get embeddings for tokens that their tokenizer did not have."""
     trust_remote_code: bool = False
@@ -57,6 +59,7 @@ class ModelSection:
             self,
             config=beside_job(self.config, folder) if isinstance(self.config, str) else self.config,
             weights=beside_job(self.weights, folder) if self.weights else None,
+            modeling=beside_job(self.modeling, folder) if self.modeling else None,
         )
 
 
@@ -120,6 +123,7 @@ _WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "weights": ("text", lambda value: value is None or isinstance(value, str)),
     "dtype": (f"{', '.join(map(repr, DTYPES[:-1]))} or {DTYPES[-1]!r}", lambda value: value is None or value in DTYPES),
     "ops_implementation": ("a mapping", lambda value: value is None or isinstance(value, dict)),
+    "modeling": ("text", lambda value: value is None or isinstance(value, str)),
     "resize_embeddings": ("true or false", lambda value: isinstance(value, bool)),
     "trust_remote_code": ("true or false", lambda value: isinstance(value, bool)),
 }

@@ -1,0 +1,141 @@
+"""Modules as text: where they are installed, what they define, without importing them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import libcst as cst
+
+from veomni_core.errors import did_you_mean
+from veomni_patchgen.errors import PatchError
+from veomni_patchgen.imports import Imported, imported_names
+from veomni_patchgen.names import bound_names
+
+
+@dataclass(frozen=True)
+class Source:
+    """The text of one module.
+
+    Attributes:
+        name: the module's dotted name.
+        text: its source.
+        version: that of the distribution it belongs to.
+    """
+
+    name: str
+    text: str
+    version: str = ""
+
+    @property
+    def package(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @functools.cached_property
+    def tree(self) -> cst.Module:
+        return cst.parse_module(self.text)
+
+    @functools.cached_property
+    def statements(self) -> Mapping[str, cst.BaseStatement]:
+        """The top-level statement that binds each name last; what is imported is not among them."""
+        found: dict[str, Any] = {}
+        for statement in self.tree.body:
+            found |= dict.fromkeys(bound_names(statement), statement)
+        return found
+
+    @functools.cached_property
+    def imports(self) -> Mapping[str, Imported]:
+        """What each imported name stands for."""
+        found: dict[str, Imported] = {}
+        for statement in self.tree.body:
+            found |= imported_names(statement, self.package)
+        return found
+
+    def definition(self, name: str, kind: type[Any], what: str) -> Any:
+        """The class or function ``name``.
+
+        Raises:
+            PatchError: there is none; the message has the nearest name.
+        """
+        found = self.statements.get(name)
+        if isinstance(found, kind):
+            return found
+        known = [each for each, statement in self.statements.items() if isinstance(statement, kind)]
+        raise PatchError(f"{self.name} has no {what} {name}. {did_you_mean(name, known)}")
+
+
+def read_source(module: str) -> Source:
+    """The installed source of ``module``. Nothing of it is run, and neither are its packages.
+
+    Raises:
+        PatchError: it is not installed.
+    """
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    for folder in (spec.submodule_search_locations or () if spec else ()) if rest else ():
+        for path in (Path(folder, *rest).with_suffix(".py"), Path(folder, *rest, "__init__.py")):
+            if path.is_file():
+                return Source(module, path.read_text(encoding="utf-8"), _version(top))
+    if spec and spec.origin and not rest:
+        return Source(module, Path(spec.origin).read_text(encoding="utf-8"), _version(top))
+    raise PatchError(f"{module} is not installed here, so its code can't be read. Install it, or correct its name")
+
+
+def _version(top: str) -> str:
+    try:
+        return importlib.metadata.version(top)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def method_of(node: cst.ClassDef, name: str) -> cst.FunctionDef | None:
+    """The method ``name`` in the body of a class."""
+    return next(
+        (each for each in node.body.body if isinstance(each, cst.FunctionDef) and each.name.value == name), None
+    )
+
+
+def lineage(name: str, source: Source) -> Iterator[tuple[Source, cst.ClassDef]]:
+    """The class ``name`` and its ancestors whose source is that of the same distribution, near ones first."""
+    node = source.statements.get(name)
+    if isinstance(node, cst.ClassDef):
+        yield source, node
+        for base in node.bases:
+            if isinstance(base.value, cst.Name):
+                yield from lineage(base.value.value, source)
+    elif name in source.imports:
+        module, attribute = source.imports[name]
+        if attribute and module.partition(".")[0] == source.name.partition(".")[0]:
+            try:
+                yield from lineage(attribute, read_source(module))
+            except PatchError:
+                return
+
+
+def inherited_method(name: str, method: str, source: Source) -> tuple[Source, cst.ClassDef] | None:
+    """The nearest class in the lineage of ``name`` that has ``method`` in its body."""
+    return next((each for each in lineage(name, source) if method_of(each[1], method)), None)
+
+
+def fields_of(name: str, source: Source) -> frozenset[str] | None:
+    """The fields of the dataclass ``name``, inherited ones included; ``None`` if it is none."""
+    found: set[str] = set()
+    is_dataclass = False
+    for _, node in lineage(name, source):
+        is_dataclass |= any("dataclass" in cst.Module([]).code_for_node(each.decorator) for each in node.decorators)
+        for line in node.body.body:
+            for each in getattr(line, "body", ()):
+                if isinstance(each, cst.AnnAssign) and isinstance(each.target, cst.Name):
+                    found.add(each.target.value)
+    return frozenset(found) if is_dataclass else None

@@ -1,0 +1,121 @@
+"""``veomni patchgen`` as a command: what it writes, and what ``--check`` says when upstream or a file has changed."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+
+from veomni_core.errors import ConfigError, HostError
+from veomni_patchgen.cli import patchgen
+from veomni_transformers.generated_modeling import load_generated
+
+PATCHES = """
+@config.override_method("DenseNorm.forward", description="twice")
+def forward(self, x):
+    return 2 * x
+
+@config.override_method("DenseModel.forward", declares="no cache in training")
+def without_cache(self, x):
+    return DenseOutput(hidden=self.norm.forward(x))
+"""
+
+
+@pytest.fixture
+def file(planted, monkeypatch):
+    planted.patches(PATCHES)
+    monkeypatch.chdir(planted.folder)
+    patchgen(["patches.py"])
+    return planted.folder / "generated" / "patched_dense.py"
+
+
+def check(capsys, *, passes=False, **options):
+    capsys.readouterr()
+    if passes:
+        patchgen(["patches.py"], check=True, **options)
+    else:
+        with pytest.raises(typer.Exit):
+            patchgen(["patches.py"], check=True, **options)
+    return capsys.readouterr().out
+
+
+def test_files_are_written_listed_and_found_unchanged(planted, file, capsys):
+    assert (
+        file.exists()
+        and "+    # patchgen: override_method DenseNorm.forward: twice" in file.with_suffix(".diff").read_text()
+    )
+    said = check(capsys, passes=True)
+    assert "up to date; not compared with upstream: it has no @config.example" in said
+    assert "override_method DenseModel.forward declares: no cache in training" in said
+    (planted.folder / "other.py").write_text("PatchConfig = 3\n")
+    patchgen(list_only=True)
+    listed = capsys.readouterr().out
+    assert "patches.py" in listed and "planted.modeling_dense" in listed and "other.py" not in listed
+    patchgen(["patches.py"], diff=True, verbose=True, output=planted.folder / "elsewhere")
+    printed = capsys.readouterr().out
+    assert "-        y = x * self.width" in printed and "left out, since nothing uses it any more" in printed
+    assert (planted.folder / "elsewhere" / file.name).read_text() == file.read_text()
+
+
+def test_another_layout_is_no_difference_but_an_edit_is(file, capsys):
+    text = file.read_text()
+    file.write_text(text.replace("return 2 * x", "return (\n            2\n            * x\n        )"))
+    file.with_suffix(".diff").unlink()
+    assert "patched_dense.diff is missing or old" in check(capsys)
+    file.write_text(text.replace("return 2 * x", "return 3 * x"))
+    said = check(capsys)
+    assert "edited by hand" in said and "return 3 * x" in said
+    check(capsys, passes=True, fix=True)
+    assert file.read_text() == text
+    check(capsys, passes=True)
+
+
+def test_what_moved_upstream_is_said_per_patch(planted, file, capsys):
+    planted.change("        return y + self.eps\n", "        y = y / 2\n        return y + self.eps\n")
+    said = check(capsys)
+    line = 1 + (planted.folder / "planted/modeling_dense.py").read_text().splitlines().index("        y = y / 2")
+    assert (
+        f"upstream's line {line} moved under override_method DenseNorm.forward" in said and "+        y = y / 2" in said
+    )
+    assert "DenseModel.forward\n" not in said.partition("declares")[0]
+    check(capsys, passes=True, fix=True)
+    planted.change("def rotate_half(x):\n", "def rotate_half(x):\n    assert x\n")
+    assert "planted.modeling_dense has changed" in check(capsys) and "none of it is under a patch" in check(capsys)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("    def forward(self, x):\n        y", "    def run(self, x):\n        y", "no such method"),
+        ("DenseNorm", "DenseRMSNorm", "no class DenseNorm. Did you mean 'DenseRMSNorm'"),
+        ("    hidden: object = None\n", "    states: object = None\n", "DenseOutput has no field hidden"),
+    ],
+)
+def test_what_is_gone_upstream_is_an_error(planted, file, capsys, old, new, words):
+    planted.change(old, new)
+    assert words in check(capsys)
+
+
+def test_another_modeling_file_can_be_tried_before_it_is_installed(planted, file, capsys):
+    newer = planted.folder / "newer.py"
+    newer.write_text((planted.folder / "planted/modeling_dense.py").read_text().replace("return y +", "return y -"))
+    assert "moved under override_method DenseNorm.forward" in check(capsys, source=newer)
+
+
+def test_a_file_for_another_upstream_is_not_loaded(planted, file, tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load_generated(tmp_path / "absent.py")
+    with pytest.raises(ConfigError, match="was not written by veomni patchgen"):
+        load_generated(planted.folder / "planted/tools.py")
+    text = (
+        file.read_text()
+        .replace("planted.modeling_dense", "transformers.models.llama.modeling_llama")
+        .replace('"version": ""', '"version": "4.0"')
+    )
+    file.write_text(text)
+    with pytest.raises(HostError, match=r"generated for transformers 4.0; \d.* is here. Generate it again"):
+        load_generated(file)
+    import transformers
+
+    file.write_text(text.replace('"4.0"', f'"{transformers.__version__}"'))
+    with pytest.raises(HostError, match="is not the one it was made from"):
+        load_generated(file)
