@@ -256,7 +256,7 @@ BAD_FILES = {
     "a split of JSON lines": BadFile(
         "a.jsonl",
         _lines(*_GOOD),
-        " is jsonl, and data.split is for folders of save_to_disk. Remove it, and choose files by data.pattern",
+        " is jsonl, and data.split is for folders of save_to_disk and data sets of the Hub. Remove it, and choose files by data.pattern",
         {"split": "train"},
     ),
     "columns of a text": BadFile(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -13,8 +12,9 @@ from veomni_core.errors import JobFileError
 from veomni_trainer.data.reading import Reading
 from veomni_trainer.job.data_section import STDLIB
 from veomni_trainer.job.source_keys import Source
+from veomni_transformers.jobs.hub_snapshots import is_hub_id, nearest, pinned
 
-TEXT, DATASET = "text", "dataset"
+TEXT, DATASET, HUB = "text", "dataset", "hub"
 COMPRESSED = (".gz", ".bz2", ".zst")
 _FORMATS = {
     ".jsonl": "jsonl",
@@ -55,10 +55,10 @@ _SAVED_DATASET = ({"dataset_dict.json"}, {"dataset_info.json", "state.json"})  #
 
 @dataclass(frozen=True)
 class FoundFile:
-    """A file to read, or a folder that ``save_to_disk`` wrote.
+    """A file to read, a folder that ``save_to_disk`` wrote, or a data set of the Hub.
 
     Attributes:
-        path: where it is.
+        path: where it is; of the Hub, the id at a commit.
         entry: what the job names: this file, or a folder or glob that it was found by.
         named: whether the job names it itself. Then it must be readable; others are left out if they hold no text.
         format: one of the job's formats, or ``None`` if its suffix names something else.
@@ -75,9 +75,14 @@ def find_files(source: Source, reading: Reading) -> list[FoundFile]:
 
     Raises:
         JobFileError: a path doesn't exist, or nothing matches.
+        HostError: neither the Hub nor its cache has a data set.
     """
     found: dict[Path, FoundFile] = {}
     for entry in [source.files] if isinstance(source.files, str) else source.files:
+        if is_hub_id(entry):
+            path = Path(pinned(reading.key, entry, source.revision, kind="dataset"))
+            found[path] = FoundFile(path, entry, True, HUB)
+            continue
         path = Path(entry)
         named = path.is_file() or is_saved_dataset(path)
         for each in [path] if named else _search(entry, source.pattern, reading.key):
@@ -138,7 +143,7 @@ def _search(entry: str, pattern: str, key: str) -> list[Path]:
         if not paths:
             raise JobFileError(f"{key}: no file matches {entry!r}")
         return paths
-    raise JobFileError(f"{key}: there is no file or folder {entry}.{_nearest(Path(entry))}")
+    raise JobFileError(f"{key}: there is no file or folder {entry}.{nearest(Path(entry), STDLIB)}")
 
 
 def _is_hidden(path: Path, folder: Path) -> bool:
@@ -162,9 +167,3 @@ def _with_datasets_whole(paths: list[Path], root: Path) -> Iterator[Path]:
 
     for path in paths:
         yield dataset_around(path.parent) or path
-
-
-def _nearest(path: Path) -> str:
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, [*siblings, STDLIB], n=1, cutoff=0.7)
-    return f" Did you mean {close[0]!r}?" if close else ""

@@ -19,7 +19,7 @@ from veomni_trainer.data.columns import (
     unread_that_matter,
 )
 from veomni_trainer.data.documents import Document, Example
-from veomni_trainer.data.files import DATASET, TEXT, FoundFile, find_files, other_kind
+from veomni_trainer.data.files import DATASET, HUB, TEXT, FoundFile, find_files, other_kind
 from veomni_trainer.data.reading import BadLine, Reading, Unreadable
 from veomni_trainer.data.tables import CsvTable, JsonLinesTable, JsonTable, Table
 from veomni_trainer.data.text import read_text
@@ -29,8 +29,12 @@ from veomni_trainer.job.source_keys import Columns, Source
 _EXAMPLES, _CHARACTERS = 512, 1_000_000  # of a batch that is tokenized at once: whichever is reached first
 
 
-def read_documents(source: Source, tokenizer: Tokenizer, reading: Reading) -> Iterator[Document]:
+def read_documents(
+    source: Source, tokenizer: Tokenizer, reading: Reading, streaming: bool = False
+) -> Iterator[Document]:
     """Yield the tokenized documents of a source; counts in ``reading`` what was read and what was left out.
+
+    A data set of the Hub is downloaded first, unless it is ``streaming``.
 
     A file that is named itself must exist and be readable. Other files in a folder, or matched by a glob, are left out
     if they are neither text nor a table.
@@ -38,7 +42,7 @@ def read_documents(source: Source, tokenizer: Tokenizer, reading: Reading) -> It
     Raises:
         JobFileError: there is nothing to read, a file is unreadable, or a line is and ``bad_lines`` is ``stop``.
     """
-    for batch in _batches(_SourceReader(source, tokenizer, reading).examples()):
+    for batch in _batches(_SourceReader(source, tokenizer, reading, streaming).examples()):
         for document in tokenizer.encode(batch):
             reading.count_end(tokenizer.end_of(document))
             yield document
@@ -60,8 +64,8 @@ def _batches(examples: Iterator[Example]) -> Iterator[list[Example]]:
 class _SourceReader:
     """Reads one source; the columns of its first table are those of all its tables."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, reading: Reading) -> None:
-        self._source, self._tokenizer, self._reading = source, tokenizer, reading
+    def __init__(self, source: Source, tokenizer: Tokenizer, reading: Reading, streaming: bool) -> None:
+        self._source, self._tokenizer, self._reading, self._streaming = source, tokenizer, reading, streaming
         self._columns: Columns | None = None
 
     def examples(self) -> Iterator[Example]:
@@ -90,10 +94,15 @@ class _SourceReader:
     def _check_keys(self, file: FoundFile) -> None:
         """Refuse keys that say nothing of a file of this format."""
         source, path = self._source, file.path
-        if source.split is not None and file.format != DATASET:
+        hub_alone = [key for key in ("subset", "revision") if getattr(source, key) and file.format != HUB]
+        if source.split is not None and file.format not in (DATASET, HUB):
             raise JobFileError(
-                f"{self._reading.key}: {path} is {file.format}, and data.split is for folders of save_to_disk. Remove "
-                "it, and choose files by data.pattern"
+                f"{self._reading.key}: {path} is {file.format}, and data.split is for folders of save_to_disk and data "
+                "sets of the Hub. Remove it, and choose files by data.pattern"
+            )
+        if hub_alone:
+            raise JobFileError(
+                f"{self._reading.key}: {path} is no data set of the Hub, which data.{hub_alone[0]} is for. Remove it"
             )
         if source.separator is not None and file.format not in ("csv", "tsv"):
             raise JobFileError(
@@ -125,7 +134,7 @@ class _SourceReader:
                 raise JobFileError(f"{self._reading.key}: {file.path} {problem}") from None
 
     def _table(self, file: FoundFile, file_format: str) -> Iterator[Example]:
-        table = open_table(file.path, file_format, self._source)
+        table = open_table(file.path, file_format, self._source, self._streaming)
         there = table.columns()
         read_row = self._row_reader(there, table.has_schema) if there else None
         columns = self._columns
@@ -196,8 +205,8 @@ class _SourceReader:
         self._reading.skip_file(file.path, reason)
 
 
-def open_table(path: Path, file_format: str, source: Source) -> Table:
-    """The table in a file of that format, or in a saved dataset. pyarrow is imported only for its own formats."""
+def open_table(path: Path, file_format: str, source: Source, streaming: bool = False) -> Table:
+    """The table in a file of that format, or in a data set. ``datasets`` is imported only for what it reads."""
     if file_format == "jsonl":
         return JsonLinesTable(path)
     if file_format == "json":
@@ -206,11 +215,9 @@ def open_table(path: Path, file_format: str, source: Source) -> Table:
         usual = "," if file_format == "csv" else "\t"
         return CsvTable(path, source.separator or usual, is_written=source.separator is not None)
 
-    from veomni_trainer.data.columnar import ArrowTable, ParquetTable, SavedDataset
+    from veomni_trainer.data import dataset_tables
 
-    if file_format == DATASET:
-        return SavedDataset(path, source.split)
-    return ParquetTable(path) if file_format == "parquet" else ArrowTable(path)
+    return dataset_tables.open_table(path, file_format, source, streaming)
 
 
 def _is_text(path: Path) -> bool:

@@ -96,4 +96,4 @@ class Stream(IterableDataset[Sequence]):
 
     def _passes(self, key: str, source: Source) -> Iterator[Document]:
         for _ in count():
-            yield from read_documents(source, self._tokenizer, Reading(key, ends=self.ends))
+            yield from read_documents(source, self._tokenizer, Reading(key, ends=self.ends), streaming=True)

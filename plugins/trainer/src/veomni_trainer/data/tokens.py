@@ -16,6 +16,7 @@ from veomni_core.errors import JobFileError, did_you_mean
 from veomni_trainer.data.chat import check_template
 from veomni_trainer.data.documents import Document, Example, Mask, Span, Tokens
 from veomni_trainer.job.data_section import BYTES
+from veomni_transformers.jobs.hub_snapshots import is_hub_id, nearest, snapshot
 
 _USUAL_ENDS = (
     "<|endoftext|>",
@@ -149,7 +150,7 @@ def load_tokenizer(
     """The tokenizer named ``bytes``, or the one in a folder or file.
 
     Args:
-        name: ``bytes``, a folder that ``AutoTokenizer`` loads, or a ``tokenizer.json``.
+        name: ``bytes``, a folder that ``AutoTokenizer`` loads, a ``tokenizer.json``, or a Hub id.
         end_of_document: the token that ends a document; by default its end of sequence, or else one with a usual name.
         chat_template: the path of a Jinja file, in place of the tokenizer's own template.
         trust_remote_code: whether code that comes with the tokenizer may run.
@@ -164,7 +165,8 @@ def load_tokenizer(
         if chat_template is not None:
             raise JobFileError("data.chat_template: bytes have no tokens for turns; name a data.tokenizer")
         return ByteTokenizer()
-    tokenizer = _load(Path(name), trust_remote_code)
+    path = snapshot("data.tokenizer", name) if is_hub_id(name) else Path(name)
+    tokenizer = _load(path, trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = _read_template(Path(chat_template))
         if problem := check_template(tokenizer):
@@ -185,8 +187,9 @@ def _load(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     else:
         missing = f"no tokenizer in {path}" if path.is_dir() else f"no file {path}"
         hint = did_you_mean(str(path), [BYTES]) if len(path.parts) == 1 else ""
+        hint = hint or nearest(path).strip()
         raise JobFileError(
-            f"data.tokenizer: there is {missing}. Write bytes, or the path of a tokenizer's folder or tokenizer.json. "
+            f"data.tokenizer: there is {missing}. Write bytes, the path of a tokenizer's folder or tokenizer.json, or a Hub id. "
             f"{hint}".rstrip()
         )
     alone = path.is_file() and not (path.name == _FILE and (folder / _CONFIG).is_file())

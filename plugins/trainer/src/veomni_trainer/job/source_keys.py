@@ -65,7 +65,11 @@ class ReadingKeys(Section):
     separator: str | None = Field(default=None, min_length=1, max_length=1)
     """The character between two values of a CSV file; by default a comma, and in a TSV file a tab."""
     split: str | None = None
-    """The split of a saved ``DatasetDict``."""
+    """The split of a data set that has several: a saved ``DatasetDict``, or one of the Hub."""
+    subset: str | None = None
+    """The subset (configuration) of a data set of the Hub."""
+    revision: str | None = None
+    """The branch, tag or commit of a data set of the Hub; by default ``main``."""
     columns: Columns | None = None
     """Which columns of a table are read; by default those with a usual name."""
     loss_on: Literal["assistant", "all"] = "assistant"
@@ -78,6 +82,6 @@ class Source(ReadingKeys):
     """One of several sources: the keys that it leaves out are those of the section ``data``."""
 
     files: Files
-    """Files, folders (searched by ``pattern``), globs, or ``python-stdlib``."""
+    """Files, folders (searched by ``pattern``), globs, ids of data sets of the Hub, or ``python-stdlib``."""
     weight: Number = Field(default=1.0, gt=0.0)
     """How often sequences are drawn from this source, relative to the others."""

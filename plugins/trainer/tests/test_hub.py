@@ -1,0 +1,208 @@
+"""Ids of the Hugging Face Hub for weights, tokenizers and data sets: from its cache, at one commit, or refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import yaml
+from hub_caches import COMMIT, OTHER, HubCache
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+
+from veomni_core import Hardware
+from veomni_core.errors import ConfigError, HostError, JobFileError
+from veomni_trainer.data.corpus import read_corpus
+from veomni_trainer.data.tokens import load_tokenizer
+from veomni_trainer.job.data_section import DataSection
+from veomni_trainer.run.check import check_job
+from veomni_trainer.run.dry_run import dry_run
+from veomni_trainer.run.pinned_job import pinned_job
+
+Train = Callable[..., bool]
+Losses = Callable[[Path], list[tuple[int, float]]]
+ROWS = [{"prompt": f"What is {number}? ", "completion": f"It is {number}."} for number in range(40)]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, pretrained: Path, monkeypatch: pytest.MonkeyPatch) -> HubCache:
+    """A cache with the model ``acme/tiny`` and the data set ``acme/rows``; nothing else can be reached."""
+    cache = HubCache(tmp_path / "hub")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache.folder))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "prepared")
+    cache.add("acme/tiny", pretrained / "llama")
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    for split, part in {"train": ROWS[:30], "test": ROWS[30:]}.items():
+        lines = "".join(json.dumps(row) + "\n" for row in part)
+        (rows / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    cache.add("acme/rows", rows, "dataset")
+    return cache
+
+
+@pytest.fixture
+def hub_job(job_data: dict[str, Any], hub: HubCache) -> dict[str, Any]:
+    """A job that trains the one on the other."""
+    job_data["model"] = {"weights": "acme/tiny", "ops_implementation": {"preset": "eager"}}
+    job_data["data"] = {"files": "acme/rows", "split": "train", "validation_split": "test", "sequence_length": 32}
+    job_data["train"] |= {"save_every": 2, "keep_checkpoints": 9}
+    return job_data
+
+
+def _moved(hub: HubCache, folder: Path) -> None:
+    """The branch ``main`` of the model gets other weights."""
+    shutil.copytree(hub.folder / "models--acme--tiny" / "snapshots" / COMMIT, folder)
+    weights = {name: torch.zeros_like(each) for name, each in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    hub.add("acme/tiny", folder, commit=OTHER)
+
+
+def test_a_job_of_ids_trains_and_its_record_has_the_commits(
+    hub_job: dict[str, Any], train: Train, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(hub_job, "train.steps=1")
+    written = yaml.safe_load((run / "job.yaml").read_text(encoding="utf-8"))
+    assert written["model"]["weights"] == f"acme/tiny@{COMMIT}"
+    assert written["data"]["files"] == f"acme/rows@{COMMIT}"
+    assert "1 hub: 30 documents, prompts in column 'prompt'" in capsys.readouterr().out
+    assert [each["key"] for each in json.loads((run / "data.json").read_text())] == [
+        "data.files",
+        "data.validation_split",
+    ]
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["whole", "adapter"])
+@pytest.mark.thorough(one_per=["lora"])
+def test_a_resumed_run_keeps_its_commits(
+    hub_job: dict[str, Any],
+    hub: HubCache,
+    train: Train,
+    losses: Losses,
+    run: Path,
+    tmp_path: Path,
+    lora: dict[str, Any],
+) -> None:
+    train(hub_job | lora)
+    whole = losses(run)
+    shutil.rmtree(run / "checkpoint-4")
+    _moved(hub, tmp_path / "moved")
+    train(hub_job | lora, resume=True)
+    assert losses(run) == whole
+    with pytest.raises(ConfigError, match=r"model\.revision: not there -> main \(another commit"):
+        train(hub_job | lora, "model.revision=main", "train.steps=6", resume=True)
+
+
+def test_ids_are_pinned_at_their_revision(
+    hub_job: dict[str, Any], hub: HubCache, write_job: Callable[..., Path], tmp_path: Path
+) -> None:
+    from veomni_trainer.job.load import load_job
+
+    hub.add("acme/tiny", tmp_path / "hub" / "models--acme--tiny" / "snapshots" / COMMIT, commit=OTHER, ref="v2")
+    hub_job["data"]["tokenizer"] = "acme/tiny@v2"
+    hub_job["model"] |= {"config": "acme/tiny", "revision": "v2"}
+    job = pinned_job(load_job(write_job(hub_job)))
+    assert (job.model.weights, job.model.config) == (f"acme/tiny@{OTHER}",) * 2
+    assert job.data.tokenizer == f"acme/tiny@{OTHER}"
+    assert pinned_job(job) == job
+    assert dry_run(job).parameters > 1000
+    assert check_job(write_job(hub_job), Hardware.cpu()).vocabulary == 128
+
+
+def test_a_data_set_may_have_subsets_and_is_read_as_files_are(hub: HubCache, tmp_path: Path) -> None:
+    folder = tmp_path / "subsets"
+    for name in ("short", "long"):
+        (folder / name).mkdir(parents=True)
+        text = "word " * (40 if name == "long" else 10)
+        datasets.Dataset.from_dict({"text": [text] * 4, "id": [*range(4)]}).to_parquet(folder / name / "train.parquet")
+    configs = [{"config_name": name, "data_files": f"{name}/*.parquet"} for name in ("short", "long")]
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n", encoding="utf-8")
+    hub.add("acme/subsets", folder, "dataset")
+
+    def tokens(**keys: Any) -> int:
+        data = DataSection(files=["acme/subsets"], sequence_length=8, cache=str(tmp_path / "tokens"), **keys)
+        return read_corpus(data, load_tokenizer("bytes")).read[0].counts.tokens
+
+    assert tokens(subset="short") == 4 * 51 and tokens(subset="long") == 4 * 201
+    with pytest.raises(
+        JobFileError, match=r"acme/subsets@a+ is not a data set that can be read: Config name is missing"
+    ):
+        tokens()
+    streamed = DataSection(files="acme/subsets", subset="short", streaming=True, sequence_length=8)
+    assert next(iter(read_corpus(streamed, load_tokenizer("bytes")).training))["input_ids"].shape == (8,)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (
+            "model.weights=acme/tinny",
+            HostError,
+            "model.weights: acme/tinny is no path here, the Hub's cache .* no model",
+        ),
+        (
+            "model.revision=v9",
+            HostError,
+            "no model of that id at revision 'v9', and the Hub can't be reached: HF_HUB_OFF",
+        ),
+        (
+            "model={config: acme/none, ops_implementation: {preset: eager}}",
+            HostError,
+            "model.config: acme/none is no path",
+        ),
+        ("data.files=acme/row", HostError, "data.files: acme/row is no path here, .* no dataset of that id"),
+        ("data.tokenizer=acme/none", HostError, "data.tokenizer: acme/none is no path here"),
+        ("data.split=tests", JobFileError, 'acme/rows@a+ is not a data set .*Unknown split "tests"'),
+        (
+            "data={files: acme/rows, sequence_length: 8}",
+            JobFileError,
+            "holds the splits train, test, and data.split names",
+        ),
+        (
+            "data={files: text, subset: a, sequence_length: 8}",
+            JobFileError,
+            "no data set of the Hub, which data.subset is",
+        ),
+        (
+            "model={config: {model_type: llama}, revision: v2, ops_implementation: {preset: eager}}",
+            ConfigError,
+            "revision",
+        ),
+        ("data.validation_fraction=0.1", JobFileError, "validation_split and validation_fraction both say"),
+    ],
+)
+def test_what_is_not_there_is_named(
+    hub_job: dict[str, Any],
+    train: Train,
+    run: Path,
+    write_job: Callable[..., Path],
+    change: str,
+    error: type[Exception],
+    says: str,
+) -> None:
+    from veomni_trainer.job.load import load_job
+
+    with pytest.raises(error, match=says):
+        train(hub_job, change)
+    with pytest.raises(error, match=says):
+        dry_run(load_job(write_job(hub_job), [change]))
+    assert not run.exists()
+
+
+def test_a_path_that_is_misspelt_is_answered_by_the_nearest(hub: HubCache, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "chats").mkdir(parents=True)
+    with pytest.raises(HostError, match=r"data/chat is no path here.*Did you mean 'chats'\?"):
+        read_corpus(DataSection(files="data/chat", sequence_length=8), load_tokenizer("bytes"))
+
+
+def test_a_cache_without_weights_is_named_before_training(hub: HubCache, hub_job: dict[str, Any], train: Train) -> None:
+    (hub.folder / "models--acme--tiny" / "snapshots" / COMMIT / "model.safetensors").unlink()
+    with pytest.raises(HostError, match=r"has no weights \(\*\.safetensors\) of acme/tiny"):
+        train(hub_job)
