@@ -54,6 +54,7 @@ def build_foundation_model(
     agreement_timeout: float = AGREEMENT_TIMEOUT,
     check_plan: Callable[[Plan], None] | None = None,
     batch: tuple[int, int] | None = None,
+    new_head: bool = False,
 ) -> PreTrainedModel:
     """Build a model with the kernels that ``ops_implementation`` names, or raise before any weight is loaded.
 
@@ -86,6 +87,8 @@ def build_foundation_model(
         agreement_timeout: how many seconds ranks wait for one another to agree.
         check_plan: is called with the plan before a weight is loaded. What it raises ends the building, on all ranks.
         batch: the sequences of a step on one device, and their length, as of :func:`veomni_core.make_plan`.
+        new_head: whether weights are taken whose head is another one than the model's, such as a language model's for
+            a classifier. The model's head is then drawn; all else must be there.
 
     Returns:
         The model, in evaluation mode as transformers builds it; :func:`veomni_core.binding_of` gives its binding.
@@ -170,7 +173,7 @@ def build_foundation_model(
     if weights_path is not None:
         options = {"distributed_config": sharding, "quantization_config": quantization_config}
         load = _load_resized if resize_embeddings else _load_weights
-        model = load(model_class, config, Path(weights_path), dtype, made_on, trust_remote_code, options)
+        model = load(model_class, config, Path(weights_path), dtype, made_on, trust_remote_code, options, new_head)
         transpose(model, turned)
     elif sharding is not None:
         model = random_sharded_model(type(skeleton), config, dtype, sharding)
@@ -186,18 +189,19 @@ def build_foundation_model(
     return model
 
 
-def load_as_trained(path: Path, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_as_trained(path: Path, trust_remote_code: bool = False, config: ConfigSource | None = None) -> PreTrainedModel:
     """The unbound model in a folder of weights, in their dtype on the CPU, of the class that would be trained.
 
-    ``AutoModelForCausalLM`` may take another one: of a model of text and images, the part for text alone.
+    ``AutoModelForCausalLM`` may take another one: of a model of text and images, the part for text alone. With a
+    ``config`` of its own the model has a new head, if the weights' is another one.
 
     Raises:
         CheckpointError: the weights are missing, damaged, or not all that the model has.
     """
     check_weights(path)
-    config = load_model_config(str(path), trust_remote_code=trust_remote_code)
-    device = torch.device("cpu")
-    return _load_weights(_model_class(config), config, path, "auto", device, trust_remote_code, {})  # type: ignore[no-any-return]
+    read = load_model_config(config or str(path), trust_remote_code=trust_remote_code)
+    options = _model_class(read), read, path, "auto", torch.device("cpu"), trust_remote_code, {}, config is not None
+    return _load_weights(*options)  # type: ignore[no-any-return]
 
 
 def build_skeleton(
@@ -319,6 +323,7 @@ def _load_weights(
     device: torch.device,
     trust: bool,
     given: Mapping[str, Any],
+    new_head: bool = False,
 ) -> Any:
     options = {name: value for name, value in given.items() if value is not None}
     # transformers' engine puts each part on its rank's accelerator
@@ -343,6 +348,9 @@ def _load_weights(
     misfits = {
         what: sorted(map(str, info.get(what) or ())) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
     }
+    if new_head:
+        body = f"{model.base_model_prefix}."
+        misfits = {what: [key for key in keys if key.startswith(body)] for what, keys in misfits.items()}
     if any(misfits.values()):
         named = "; ".join(
             f"{what.replace('_', ' ')}: {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}"

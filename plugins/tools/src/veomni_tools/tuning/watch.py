@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -9,8 +10,12 @@ from functools import wraps
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from veomni_core.changes.bypassed_children import BYPASSED
 
 Function = Callable[..., Any]
+_Handles = dict[nn.Module, tuple[RemovableHandle, ...]]
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,8 @@ class Watch:
     """Watches the modules of ``model``.
 
     Its hooks are put on before a kernel is bound: to bound modules, a hook that comes later may be a change of what was
-    proven.
+    proven. Modules whose work the bound kernel does itself lose theirs once it is bound, since a hook there makes the
+    module around them run its own code.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,7 +60,8 @@ class Watch:
 
     def first_call(self, run: Function, bound: Callable[[], AbstractContextManager[Any]]) -> Seen | None:
         """The first call in ``run()`` of what is watched, with the model ``bound``; ``None`` if it is not called."""
-        with self._watching(), bound(), _ended():
+        with self._watching() as handles, bound(), _ended():
+            self._leave_alone_what_is_bypassed(handles)
             run()
         return self.seen
 
@@ -73,9 +80,15 @@ class Watch:
             handle.remove()
         return self.seen
 
+    def _leave_alone_what_is_bypassed(self, handles: _Handles) -> None:
+        for module in self._model.modules():
+            for child in vars(module).get(BYPASSED, {}).values():
+                for handle in handles.pop(child, ()):
+                    handle.remove()
+
     @contextmanager
-    def _watching(self) -> Iterator[None]:
-        handles = []
+    def _watching(self) -> Iterator[_Handles]:
+        handles: _Handles = {}
 
         def entered(path: str) -> Any:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -88,11 +101,11 @@ class Watch:
 
         try:
             for path, module in self._model.named_modules():
-                handles.append(module.register_forward_pre_hook(entered(path), with_kwargs=True))
-                handles.append(module.register_forward_hook(left))
-            yield
+                before = module.register_forward_pre_hook(entered(path), with_kwargs=True)
+                handles[module] = (before, module.register_forward_hook(left))
+            yield handles
         finally:
-            for handle in handles:
+            for handle in itertools.chain(*handles.values()):
                 handle.remove()
             self._running.clear()
 

@@ -1,4 +1,4 @@
-"""What the trainer of a method of TRL's is given besides the model and the data."""
+"""What the trainer of a method is given besides the model and the data."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ class MethodInputs:
         tokenizer: for the rows, and for completions.
         reference: the model before training, if the method needs one.
         rewards: the functions that judge completions.
+        longest: the most tokens of a text.
     """
 
     tokenizer: PreTrainedTokenizerBase
     reference: PreTrainedModel | None = None
     rewards: tuple[Any, ...] = ()
+    longest: int = 0

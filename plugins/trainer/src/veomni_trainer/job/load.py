@@ -47,9 +47,9 @@ def dump_job(job: Job) -> str:
 
 def _with_absolute_paths(job: Job, folder: Path) -> Job:
     train: dict[str, Any] = {"output_dir": _written_to(job.train.output_dir, "train.output_dir")}
-    if job.train.grpo is not None:
-        rewards = [_file_beside(reference, folder) for reference in job.train.grpo.rewards]
-        train["grpo"] = job.train.grpo.model_copy(update={"reward": rewards})
+    if job.train.drawn is not None:
+        rewards = [_file_beside(reference, folder) for reference in job.train.drawn.rewards]
+        train[job.train.method] = job.train.drawn.model_copy(update={"reward": rewards})
     if job.train.frozen is not None:
         train["frozen"] = beside_job(job.train.frozen, folder)
     return job.model_copy(

@@ -8,6 +8,13 @@ from pydantic import Field, model_validator
 
 from veomni_trainer.job.section import Number, Section
 
+PAIRS, PROMPTS = ("prompt", "chosen", "rejected"), ("prompt",)
+_COLUMNS = {
+    **dict.fromkeys(("dpo", "orpo", "reward"), PAIRS),
+    **dict.fromkeys(("grpo", "rloo"), PROMPTS),
+    "kto": ("prompt", "completion", "label"),
+}
+
 
 class DpoKeys(Section):
     """Settings of direct preference optimization; defaults are TRL's."""
@@ -20,8 +27,28 @@ class DpoKeys(Section):
     """The part of the pairs that are assumed to be the wrong way round."""
 
 
-class GrpoKeys(Section):
-    """Settings of group relative policy optimization; defaults are TRL's."""
+class KtoKeys(Section):
+    """Settings of Kahneman-Tversky optimization; defaults are TRL's."""
+
+    beta: Number = Field(default=0.1, gt=0.0)
+    """How strongly the model is held to its reference, which is the model before training."""
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """The loss of a completion; TRL's name."""
+    desirable_weight: Number = Field(default=1.0, gt=0.0)
+    """The weight of completions that are wanted."""
+    undesirable_weight: Number = Field(default=1.0, gt=0.0)
+    """The weight of completions that are not."""
+
+
+class OrpoKeys(Section):
+    """Settings of odds ratio preference optimization; defaults are TRL's."""
+
+    beta: Number = Field(default=0.1, gt=0.0)
+    """The weight of the odds ratio beside the loss of the chosen (the paper's lambda)."""
+
+
+class DrawnKeys(Section):
+    """What methods have in common that draw completions and have them judged."""
 
     reward: str | list[str]
     """Functions that judge completions, each ``module:function`` or ``file.py:function`` beside the job."""
@@ -42,31 +69,99 @@ class GrpoKeys(Section):
         return [self.reward] if isinstance(self.reward, str) else self.reward
 
 
+class GrpoKeys(DrawnKeys):
+    """Settings of group relative policy optimization; defaults are TRL's."""
+
+
+class RlooKeys(DrawnKeys):
+    """Settings of REINFORCE leave-one-out; defaults are TRL's."""
+
+    num_generations: int = Field(default=2, ge=2)
+    """Completions per prompt. ``batch_size`` counts completions, so a step's are a multiple of it."""
+    beta: Number = Field(default=0.05, ge=0.0)
+    """The weight of the divergence from the model before training; at 0 there is no reference model."""
+
+
+class RewardKeys(Section):
+    """Settings of reward models; defaults are TRL's."""
+
+    center_rewards_coefficient: Number | None = Field(default=None, gt=0.0)
+    """The weight of a term that holds rewards around zero, such as 0.01."""
+
+
+class ClassifyKeys(Section):
+    """Settings of sequence classifiers."""
+
+    text: str = "text"
+    """The column with the text."""
+    label: str = "label"
+    """The column with its label: text, or a number."""
+    labels: list[str] | None = Field(default=None, min_length=2)
+    """The labels in the order of the model's scores; by default those of ``model.weights`` where it is a classifier of
+    the labels in the data, else the data's in order."""
+
+
 class MethodKeys(Section):
     """By which method the model learns."""
 
-    method: Literal["pretrain", "sft", "dpo", "grpo"] = "pretrain"
-    """Whose loss: transformers' of all learned tokens (``pretrain``), or that of TRL's trainer of this name."""
+    method: Literal["pretrain", "sft", "dpo", "kto", "orpo", "grpo", "rloo", "reward", "classify"] = "pretrain"
+    """Whose loss: transformers' of all learned tokens (``pretrain``) or of labels (``classify``), or that of TRL's
+    trainer of this name."""
     dpo: DpoKeys | None = None
     """Settings of ``method: dpo``."""
+    kto: KtoKeys | None = None
+    """Settings of ``method: kto``."""
+    orpo: OrpoKeys | None = None
+    """Settings of ``method: orpo``."""
     grpo: GrpoKeys | None = None
     """Settings of ``method: grpo``."""
+    rloo: RlooKeys | None = None
+    """Settings of ``method: rloo``."""
+    reward: RewardKeys | None = None
+    """Settings of ``method: reward``."""
+    classify: ClassifyKeys | None = None
+    """Settings of ``method: classify``."""
 
     @property
     def uses_trl(self) -> bool:
         """Whether the method is one of TRL's trainers'."""
-        return self.method != "pretrain"
+        return self.method not in ("pretrain", "classify")
 
     @property
     def learns_from_rows(self) -> bool:
-        """Whether the data is rows of a table for TRL, and not documents to tokenize."""
-        return self.method in ("dpo", "grpo")
+        """Whether the data is rows of a table for the method's trainer, and not documents to tokenize."""
+        return self.method not in ("pretrain", "sft")
+
+    @property
+    def scores_sequences(self) -> bool:
+        """Whether the model has a head of scores for each sequence in place of one for the next token."""
+        return self.method in ("reward", "classify")
+
+    @property
+    def takes_logprobs(self) -> bool:
+        """Whether the loss is computed from log-probabilities that the model's head gives."""
+        return self.uses_trl and self.method not in ("reward", "orpo")  # TRL's ORPO takes whole logits
+
+    @property
+    def drawn(self) -> DrawnKeys | None:
+        """The settings of a method that draws completions."""
+        return self.grpo or self.rloo
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the rows that the method learns from."""
+        if self.method == "classify":
+            settings = self.classify or ClassifyKeys()
+            return settings.text, settings.label
+        return _COLUMNS[self.method]
 
     @model_validator(mode="after")
     def _settings_are_of_the_method(self) -> Self:
-        for name in ("dpo", "grpo"):
+        for name in (*_COLUMNS, "classify"):
             if getattr(self, name) is not None and self.method != name:
                 raise ValueError(f"{name} has the settings of method: {name}, and method is {self.method}; remove one")
-        if self.method == "grpo" and self.grpo is None:
-            raise ValueError("method: grpo needs grpo.reward, the function that judges a completion")
+        if self.method in ("grpo", "rloo") and self.drawn is None:
+            raise ValueError(
+                f"method: {self.method} needs {self.method}.reward, the function that judges a completion"
+            )
         return self

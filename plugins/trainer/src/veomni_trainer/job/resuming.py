@@ -56,7 +56,12 @@ KEYS: Mapping[str, OnResume] = {
     "train.max_grad_norm": _APPLIED,
     "train.method": _REFUSED,
     "train.dpo": _APPLIED,
+    "train.kto": _APPLIED,
+    "train.orpo": _APPLIED,
     "train.grpo": _APPLIED,
+    "train.rloo": _APPLIED,
+    "train.reward": _APPLIED,
+    "train.classify": _REFUSED,
     "train.seed": _REFUSED,
     "train.device": _APPLIED,
     "train.precision": _REFUSED,  # unless the weights stay in their dtype
@@ -90,6 +95,7 @@ _WHY: Mapping[str, str] = {
     "train.optimizer": "the optimizer's state is of its kind",
     "train.parameter_groups": "the optimizer's state is stored group by group",
     "train.method": "another method learns from other data",
+    "train.classify": "the model's scores are those of its labels",
     "train.seed": "another seed draws another order of sequences, so some would be trained on twice and some never",
     "train.fsdp": "weights and optimizer are stored otherwise with and without it",
 }

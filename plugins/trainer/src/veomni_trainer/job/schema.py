@@ -82,7 +82,7 @@ class Job(Section):
     @model_validator(mode="after")
     def _the_method_can_be_run(self) -> Self:
         train, data, method = self.train, self.data, self.train.method
-        if not train.uses_trl:
+        if method == "pretrain":
             return self
         if train.is_sharded or train.fsdp or train.sp_size > 1:
             raise ValueError(
@@ -105,9 +105,14 @@ class Job(Section):
             }
         if set_ := [key for key, value in untested.items() if value]:
             raise ValueError(f"train.method: {method} does not go with {' and '.join(set_)}; leave that out")
-        if train.grpo is not None and train.grpo.max_completion_length >= data.sequence_length:
+        if method == "kto" and train.batch_size == 1 and (train.kto is None or train.kto.loss_type == "kto"):
             raise ValueError(
-                f"train.grpo.max_completion_length {train.grpo.max_completion_length} leaves no room for a prompt in "
+                "train.batch_size: method: kto measures the divergence on the other rows of a batch; write 2 or more, "
+                "or kto.loss_type: apo_zero_unpaired"
+            )
+        if train.drawn is not None and train.drawn.max_completion_length >= data.sequence_length:
+            raise ValueError(
+                f"train.{method}.max_completion_length {train.drawn.max_completion_length} leaves no room for a prompt in "
                 f"data.sequence_length {data.sequence_length}; lower it, or raise data.sequence_length"
             )
         return self
@@ -120,7 +125,7 @@ class Job(Section):
             "train.shadow": train.shadow,
             "train.expert_loads": train.expert_loads,
             "train.precision: fp16_mixed": train.precision == "fp16_mixed",
-            f"train.method: {train.method}": train.uses_trl,
+            f"train.method: {train.method}": train.method != "pretrain",
             "several processes": train.is_sharded or train.fsdp or train.sp_size > 1 or train.ep_size > 1,
             "train.device: cpu": train.device == "cpu",
             "data.packing": self.data.packing,

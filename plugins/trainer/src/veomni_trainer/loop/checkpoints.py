@@ -71,6 +71,8 @@ class CheckpointCallback(TrainerCallback):
         if processes.is_main_process:
             written = self._folder.staging / f"checkpoint-{state.global_step}"
             self._origin.tokenizer.save(written)
+            if self._train.scores_sequences and not (written / "config.json").exists():  # an adapter alone
+                parts["model"].config.save_pretrained(written)
             write_whole(written / LAYOUT, Layout.of(self._train, processes.num_processes).to_json())
             write_whole(written / SEQUENCES, self._origin.sequences)
             write_whole(written / JOB, self._origin.job)

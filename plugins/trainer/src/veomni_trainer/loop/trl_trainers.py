@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,18 +47,26 @@ class MethodTrainer(JobTrainer):
     ) -> Any:
         """TRL's loss. A row of metrics counts its tokens."""
         if model.training:
-            names = ("input_ids", "prompt_ids", "completion_ids")
+            names = ("input_ids", "prompt_ids", "completion_ids", "chosen_input_ids", "rejected_input_ids")
             self._clock.count(sum(inputs[name].numel() for name in names if name in inputs) * self.args.world_size)
         # Past JobTrainer's own, which asks for the model's outputs.
         loss: Any = super(JobTrainer, self).compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         return (loss, {}) if return_outputs else loss
 
+    def _get_num_items_in_batch(self, *args: Any) -> Any:
+        """Nothing: the loss of a row is a mean already."""
+
     def curves(self) -> Row:
         """What TRL has measured since the last row, as averages."""
-        measured: Mapping[str, list[float]] = self._metrics["train"]  # type: ignore[attr-defined]
+        measured = self.measured()
         row = {key: sum(values) / len(values) for key, values in measured.items() if values and key not in _OWN}
-        self._metrics["train"].clear()  # type: ignore[attr-defined]
+        measured.clear()
         return row
+
+    def measured(self) -> dict[str, list[float]]:
+        """TRL's own lists of what it has measured in each micro-step, by the names of their curves."""
+        found: dict[str, list[float]] = self._metrics["train"]  # type: ignore[attr-defined]
+        return found
 
 
 class SftTrainer(MethodTrainer, trl.SFTTrainer):  # type: ignore[misc,name-defined]
@@ -77,6 +84,9 @@ class SftTrainer(MethodTrainer, trl.SFTTrainer):  # type: ignore[misc,name-defin
         first = Dataset.from_list([{name: value.tolist() for name, value in self._sequences[0].items()}])
         return inputs | {"train_dataset": first, "processing_class": self._method_inputs.tokenizer}
 
+    def _get_num_items_in_batch(self, *args: Any) -> Any:
+        return JobTrainer._get_num_items_in_batch(self, *args)
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -89,8 +99,8 @@ class SftTrainer(MethodTrainer, trl.SFTTrainer):  # type: ignore[misc,name-defin
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
-class DpoTrainer(MethodTrainer, trl.DPOTrainer):  # type: ignore[misc,name-defined]
-    """Direct preference optimization on pairs."""
+class ReferredTrainer(MethodTrainer):
+    """A method that holds the model to a reference, which is the model before training."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -103,20 +113,34 @@ class DpoTrainer(MethodTrainer, trl.DPOTrainer):  # type: ignore[misc,name-defin
     def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
         return super().inputs_of(model, corpus, train) | {"ref_model": self._method_inputs.reference}
 
-    def _get_num_items_in_batch(self, *args: Any) -> None:
-        """A pair's loss is a mean already."""
+
+class DpoTrainer(ReferredTrainer, trl.DPOTrainer):  # type: ignore[misc,name-defined]
+    """Direct preference optimization on pairs."""
 
 
-class GrpoTrainer(MethodTrainer, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
-    """Group relative policy optimization on prompts, whose completions the model draws and the rewards judge."""
+class KtoTrainer(ReferredTrainer, trl.KTOTrainer):  # type: ignore[misc,name-defined]
+    """Kahneman-Tversky optimization on completions that are wanted or not."""
+
+    def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
+        # TRL pairs each row with the one before it in a batch, and so takes rows in their order, which may be by label.
+        rows: Any = corpus.training
+        return super().inputs_of(model, corpus, train) | {"train_dataset": rows.shuffle(seed=train.seed)}
+
+
+class RewardTrainer(MethodTrainer, trl.RewardTrainer):  # type: ignore[misc,name-defined]
+    """A reward model, whose score of the chosen is to be above that of the rejected."""
+
+
+class DrawnTrainer(MethodTrainer):
+    """A method on prompts, whose completions the model draws and the rewards judge."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        assert self._train.grpo is not None
-        self.beta = self._train.grpo.beta
+        assert self._train.drawn is not None
+        self.beta = self._train.drawn.beta
         if (reference := self._method_inputs.reference) is not None:
             disable_dropout_in_model(reference)
-            add_fused_lm_head(reference, temperature=self._train.grpo.temperature)
+            add_fused_lm_head(reference, temperature=self._train.drawn.temperature)
             self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
@@ -129,4 +153,9 @@ class GrpoTrainer(MethodTrainer, trl.GRPOTrainer):  # type: ignore[misc,name-def
         return super(JobTrainer, self)._get_train_sampler(*args, **kwargs)
 
 
-TRAINERS: Mapping[str, type[MethodTrainer]] = {"sft": SftTrainer, "dpo": DpoTrainer, "grpo": GrpoTrainer}
+class GrpoTrainer(DrawnTrainer, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
+    """Group relative policy optimization."""
+
+
+class RlooTrainer(DrawnTrainer, trl.RLOOTrainer):  # type: ignore[misc,name-defined]
+    """REINFORCE leave-one-out."""

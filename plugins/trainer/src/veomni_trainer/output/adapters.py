@@ -14,6 +14,7 @@ from veomni_transformers.build import load_as_trained
 
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER = (ADAPTER_CONFIG, "adapter_model.safetensors")
+_CONFIG = "config.json"  # beside the adapter of a model that is of another class than the weights under it
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "merges.txt", "chat_template.jinja"),
@@ -35,6 +36,8 @@ def copy_adapter(checkpoint: Path, folder: Path) -> None:
         if not (checkpoint / name).is_file():
             raise CheckpointError(f"{checkpoint} has no {name}, so its adapter is not complete")
         shutil.copy2(checkpoint / name, folder / name)
+    if (checkpoint / _CONFIG).is_file():
+        shutil.copy2(checkpoint / _CONFIG, folder / _CONFIG)
     copy_tokenizer(folder, checkpoint)
 
 
@@ -80,7 +83,8 @@ def adapted_model(checkpoint: Path, trust_remote_code: bool) -> Any:
             f"write where they are into base_model_name_or_path of {checkpoint / ADAPTER_CONFIG}"
         )
     try:
-        model = load_as_trained(base, trust_remote_code)
+        own = checkpoint / _CONFIG
+        model = load_as_trained(base, trust_remote_code, own if own.is_file() else None)
         with safe_open(checkpoint / _ADAPTER[1], "pt") as weights:
             _untie(model, [*weights.keys()])
         adapted = get_peft_model(model, PeftConfig.from_pretrained(str(checkpoint)))  # type: ignore[arg-type]

@@ -57,7 +57,8 @@ class Sample:
         assert self.logits is not None
         if logits.shape != self.logits.shape:
             return float("inf")
-        spread = (self.logits - self.logits.mean(-1, keepdim=True)).norm()
+        alone = self.logits.shape[-1] == 1  # one score, which a mean would leave nothing of
+        spread = (self.logits if alone else self.logits - self.logits.mean(-1, keepdim=True)).norm()
         return float((logits - self.logits).norm() / spread.clamp_min(1e-30))
 
     def tolerance(self, dtype: torch.dtype) -> float:
@@ -103,6 +104,8 @@ def logits_of(model: Any, ids: Tensor, autocast: str | None = None) -> Tensor:
         ):
             found = model(input_ids=ids[None].to(device)).logits
             logits = found.full_tensor() if isinstance(found, DTensor) else found
+            if logits.ndim == 2:  # the scores of a whole sequence
+                logits = logits[:, None]
             rows = logits[0, torch.linspace(0, logits.shape[1] - 1, min(_POSITIONS, logits.shape[1])).long()]
             return rows.float().cpu().contiguous()
     finally:

@@ -1,4 +1,4 @@
-"""The curves that a method of TRL's has beside its loss: titles and notes by their names in a row of metrics."""
+"""What a method measures beside its loss: its curves, and what the progress shows, by their names in a row of metrics."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ _CURVES = {
     "mean_token_accuracy": ("Token accuracy", "share of the learned tokens"),
     "rewards/accuracies": ("Pairs the right way round", "share of the pairs"),
     "rewards/margins": ("Reward margin", "chosen over rejected"),
+    "accuracy": ("Accuracy", "share of the texts or pairs"),
+    "margin": ("Margin", "score of the chosen over that of the rejected"),
+    "mean_reward": ("Mean score", "over the chosen and the rejected"),
+    "nll_loss": ("Loss of the chosen", "per token"),
+    "log_odds_chosen": ("Log odds ratio", "chosen over rejected"),
     "rewards/chosen": ("Reward of the chosen", "beta times the log-ratio to the reference"),
     "rewards/rejected": ("Reward of the rejected", "beta times the log-ratio to the reference"),
     "logps/chosen": ("Log-probability of the chosen", "sum over its tokens"),
@@ -23,7 +28,27 @@ _CURVES = {
     "completions/clipped_ratio": ("Completions that were cut off", "share"),
     "clip_ratio/region_mean": ("Clipped ratios", "share of the tokens"),
 }
+# The names under which the progress shows them.
+_SHOWN = {
+    "mean_token_accuracy": "token accuracy",
+    "reward": "reward",
+    "rewards/accuracies": "accuracy",
+    "rewards/margins": "margin",
+    "accuracy": "accuracy",
+    "margin": "margin",
+    "kl": "KL",
+}
 _REWARD = re.compile(r"rewards/(.+)/mean")
+
+
+def shown(row: Row) -> str:
+    """The figures of ``row`` that say how its method does.
+
+    Example:
+        >>> shown({"loss": 0.1, "reward": 0.5, "kl": 0.01})
+        'reward 0.5  KL 0.01'
+    """
+    return "  ".join(f"{title} {row[name]:.3g}" for name, title in _SHOWN.items() if name in row)
 
 
 def curves_of(rows: list[Row]) -> Iterator[tuple[str, str, str]]:

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from veomni_trainer.output.metrics import Row
+from veomni_trainer.report.method_curves import shown
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -67,7 +68,8 @@ def describe(row: Row) -> str:
         return f"validation loss {row['validation_loss']:.4f}"
     learned = f"  learned {row['learned_tokens']:,}" if "learned_tokens" in row else ""
     speed = f"{row['tokens_per_second']:,.0f} tok/s"
-    text = f"loss {row['loss']:.4f}{learned}  {speed}  {gigabytes(row['peak_memory_bytes'])}"
+    method = f"  {figures}" if (figures := shown(row)) else ""
+    text = f"loss {row['loss']:.4f}{method}{learned}  {speed}  {gigabytes(row['peak_memory_bytes'])}"
     for key, name in (("expert_load", "experts"), ("rank_load", "ranks")):
         text += f"  {name} {row[key]:.2f}x" if key in row else ""
     return text + (f"  sent {gigabytes(row['dispatch_bytes'])}" if "dispatch_bytes" in row else "")

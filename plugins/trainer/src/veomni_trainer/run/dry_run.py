@@ -27,6 +27,7 @@ from veomni_trainer.setup.machine_defaults import for_this_machine
 from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory
 from veomni_trainer.setup.model import check_model, conditions, model_config, ops_config
 from veomni_trainer.setup.precision import weights_dtype
+from veomni_trainer.setup.scoring_models import with_labels
 from veomni_trainer.setup.tokenizer import job_tokenizer
 from veomni_trainer.setup.trl_arguments import check_method
 from veomni_transformers.build import build_skeleton, check_weights
@@ -172,6 +173,7 @@ def dry_run(
         check_sequences(point.checkpoint, fingerprint(corpus))
     check_enough(corpus, job.train, processes)
     done = done or completion(job, folder, point, steps_of(corpus, job.train, processes))
+    job = with_labels(job, corpus)
     config = model_config(job, tokenizer)
     skeleton = build_skeleton(config, torch_dtype=weights_dtype(job), trust_remote_code=job.model.trust_remote_code)
     plan = make_plan(

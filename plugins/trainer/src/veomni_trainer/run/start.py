@@ -37,6 +37,7 @@ from veomni_trainer.setup.disk_space import check_disk_space
 from veomni_trainer.setup.model import build_model, check_model, conditions, ops_config
 from veomni_trainer.setup.packing import check_packing
 from veomni_trainer.setup.process_timeout import set_process_timeout
+from veomni_trainer.setup.scoring_models import with_labels
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.setup.sharding import check_started
 from veomni_trainer.setup.tokenizer import job_tokenizer
@@ -53,7 +54,7 @@ class Start:
     """A training that can begin: its data, its model with weights, and transformers' arguments.
 
     ``model`` is trained; ``base`` is the model that kernels are bound in: the same one, or the one under an adapter.
-    ``inputs`` are those of a method of TRL's.
+    ``inputs`` are those of a method's trainer.
     """
 
     job: Job
@@ -106,7 +107,8 @@ def prepare(
     if group is not None:
         check_sequence_parallel(job, ops, tokenizer, group)
     set_seed(job.train.seed)
-    model = build_model(job, ops, tokenizer, arguments.device, point.checkpoint, frozen.check if frozen else None)
+    labelled = with_labels(job, corpus)
+    model = build_model(labelled, ops, tokenizer, arguments.device, point.checkpoint, frozen.check if frozen else None)
     binding = binding_of(model)
     assert binding is not None
     set_process_timeout(job.train.timeout)
@@ -116,7 +118,7 @@ def prepare(
     if job.data.packing:
         check_packing(model, job.train.batch_size, conditions(job).autocast, group)
     trained = with_adapter(model, job, point.checkpoint) if job.lora else model
-    inputs = method_inputs(job, tokenizer, arguments.device) if job.train.uses_trl else None
+    inputs = method_inputs(job, tokenizer, arguments.device) if job.train.method != "pretrain" else None
     check_disk_space(job.train, folder, trained)
     accepted = check_plan(point.checkpoint, binding.plan, accept_plan_change) if point.checkpoint else ()
     print_once(f"{corpus.describe()}\nmodel: {_describe_model(trained, arguments)}\n{binding.receipt.table()}")
@@ -139,7 +141,7 @@ def _sample(job: Job, corpus: Corpus, inputs: MethodInputs | None) -> Sample:
     first: Any = next(iter(corpus.training.first(1))) if isinstance(corpus.training, Stream) else corpus.training[0]
     if job.train.learns_from_rows:
         assert inputs is not None
-        ids = torch.tensor(prompt_ids(first, inputs.tokenizer))
+        ids = torch.tensor(prompt_ids(first, inputs.tokenizer, job.train.columns[0]))
     else:
         ids = first["input_ids"]
     quantized = job.lora is not None and job.lora.quantization
@@ -177,8 +179,7 @@ def read_data(job: Job, tokenizer: Tokenizer) -> Corpus:
         return read_corpus(job.data, tokenizer, job.train.seed)
     (source,) = job.data.training_sources.values()
     corpus = read_rows(source, tokenizer, job.train)
-    check_lengths(corpus, trl_tokenizer(job, tokenizer), job.train, job.data.sequence_length)
-    return corpus
+    return check_lengths(corpus, trl_tokenizer(job, tokenizer), job.train, job.data.sequence_length)
 
 
 def steps_of(corpus: Corpus, train: TrainSection, processes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from veomni_trainer.loop.checkpoints import CheckpointCallback
 from veomni_trainer.loop.early_stop import EarlyStop
 from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.interrupt import InterruptCallback
+from veomni_trainer.loop.methods import trainer_of
 from veomni_trainer.loop.trackers import Trackers
 from veomni_trainer.loop.trainer import JobTrainer
 from veomni_trainer.output.disk import free_bytes, write_failure
@@ -80,7 +82,8 @@ def fit(start: Start, compared: bool = False, turns: AlternatingSteps | None = N
             turns.on_wait = trainer.leave_out
             if not turns.first:  # without the run that it is compared with, there is nothing left to do
                 turns.on_lost = interrupt.request
-        with progress.running(), interrupt.listening(), _kernels_in_fused_heads(start):
+        with progress.running(), interrupt.listening(), _kernels_in_fused_heads(start), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of TRL's calls of transformers
             trainer.train(resume_from_checkpoint=str(point.checkpoint) if point.checkpoint else None)
     except (OSError, RuntimeError, SafetensorError) as error:
         record.end_with(error)
@@ -106,9 +109,7 @@ def _trainer(start: Start, on_row: Any, callbacks: list[Any], loads: ExpertLoads
     given = start.model, start.arguments, start.corpus, on_row, callbacks, train, loads, norms
     if start.inputs is None:
         return JobTrainer(*given)
-    from veomni_trainer.loop.trl_trainers import TRAINERS
-
-    return TRAINERS[train.method](*given, inputs=start.inputs)
+    return trainer_of(train.method)(*given, inputs=start.inputs)
 
 
 @contextmanager
@@ -118,7 +119,7 @@ def _kernels_in_fused_heads(start: Start) -> Iterator[None]:
     Raises:
         ConformanceError: the kernel does not compute what TRL's own function computes.
     """
-    if start.inputs is None:
+    if not start.job.train.takes_logprobs:
         yield
         return
     from veomni_bridges.trl_heads import FusedHeads

@@ -12,7 +12,6 @@ import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from veomni_core.errors import CheckpointError, ConfigError, HostError, did_you_mean
-from veomni_trainer.job.lora_section import LoraSection
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.adapters import ADAPTER_CONFIG, is_adapter, load_adapter
 from veomni_trainer.setup.precision import precision_of
@@ -80,7 +79,7 @@ def with_adapter(model: PreTrainedModel, job: Job, checkpoint: Path | None = Non
     set_seed(job.train.seed)  # so that a new adapter depends on nothing that the model's weights have drawn
     try:
         # In float32 where the weights are (or autocast computes), also over frozen weights of 16 bits.
-        adapted = get_peft_model(model, _config(job.lora), autocast_adapter_dtype=job.train.precision != "bf16")
+        adapted = get_peft_model(model, _config(job), autocast_adapter_dtype=job.train.precision != "bf16")
     except ValueError as error:
         raise ConfigError(f"lora: {error}") from error
     if checkpoint is not None:
@@ -129,11 +128,14 @@ def _load(adapted: PeftModel, checkpoint: Path) -> None:
     load_adapter(adapted, checkpoint)
 
 
-def _config(lora: LoraSection) -> LoraConfig:
+def _config(job: Job) -> LoraConfig:
     from peft import LoraConfig
 
+    lora = job.lora
+    assert lora is not None
     return LoraConfig(
-        task_type="CAUSAL_LM",
+        # Of a sequence classifier PEFT also trains and saves the new head.
+        task_type="SEQ_CLS" if job.train.scores_sequences else "CAUSAL_LM",
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,

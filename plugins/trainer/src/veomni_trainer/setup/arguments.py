@@ -84,7 +84,7 @@ def training_arguments(
         torch_compile=train.torch_compile,
         report_to="none",
         disable_tqdm=True,
-        log_level="warning",
+        log_level="error",  # what a user is to hear of is refused, or printed by the job
         **({} if more else _checkpointing(train)),
         **_sharding(train),
         **more,

@@ -31,7 +31,10 @@ def check_causal(skeleton: Any) -> None:
     config, kind = skeleton.config, type(skeleton).__name__
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     listed = (causal, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type))
-    what_to_do = "Classifiers, reward models and models that fill in masked words can't be trained yet"
+    what_to_do = (
+        "To train scores of whole texts on it, write train.method: reward or classify; models that fill in masked words "
+        "or label tokens can't be trained"
+    )
     if causal and causal != kind:
         what_to_do = f"If the weights have such a head, write architectures: [{causal}] into their config. {what_to_do}"
     if why := _why_not_causal(skeleton, listed):

@@ -125,7 +125,8 @@ def _measure(job: Job, ops: OpsConfig, config: PretrainedConfig, depth: int, dev
     shape = (job.train.batch_size, job.data.sequence_length // job.train.sp_size)
     ids = torch.randint(config.get_text_config().vocab_size, shape, device=device)
     autocast = getattr(torch, under.autocast) if isinstance(under.autocast, str) else under.autocast
-    return step_memory(trained, {"input_ids": ids, "labels": ids, "use_cache": False}, autocast)
+    labels = ids[:, 0] % config.num_labels if job.train.scores_sequences else ids
+    return step_memory(trained, {"input_ids": ids, "labels": labels, "use_cache": False}, autocast)
 
 
 def _shortened(config: PretrainedConfig, depth: int) -> PretrainedConfig:

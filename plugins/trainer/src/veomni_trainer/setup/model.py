@@ -20,6 +20,7 @@ from veomni_trainer.output.shards import reason
 from veomni_trainer.setup.adapter import check_adapter, quantization_config
 from veomni_trainer.setup.causal_models import check_causal
 from veomni_trainer.setup.precision import precision_of, weights_dtype
+from veomni_trainer.setup.scoring_models import as_scorer, has_scores
 from veomni_trainer.setup.sharding import check_sharding, distributed_config
 from veomni_transformers.build import build_skeleton as unbound_skeleton
 from veomni_transformers.jobs.model_config import load_model_config
@@ -38,7 +39,8 @@ def ops_implementation(job: Job) -> Any:
         return written
     from veomni_bridges.losses import with_eager_losses, with_log_probabilities
 
-    return with_log_probabilities(with_eager_losses(written, f"TRL's trainers (train.method: {job.train.method})"))
+    eager = with_eager_losses(written, f"TRL's trainers (train.method: {job.train.method})")
+    return with_log_probabilities(eager) if job.train.takes_logprobs else eager
 
 
 def ops_config(job: Job, registry: Registry | None = None) -> OpsConfig:
@@ -70,7 +72,7 @@ def _batch(job: Job) -> tuple[int, int] | None:
     """
     train = job.train
     shared = train.sp_size > 1 or train.is_sharded or train.fsdp
-    if job.data.packing or job.lora or train.uses_trl or shared:
+    if job.data.packing or job.lora or train.method != "pretrain" or shared:
         return None
     return train.batch_size, job.data.sequence_length
 
@@ -85,7 +87,8 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
     """
     config = model_config(job, tokenizer)
     skeleton: Any = unbound_skeleton(config, trust_remote_code=job.model.trust_remote_code)
-    check_causal(skeleton)
+    if not job.train.scores_sequences:
+        check_causal(skeleton)
     if job.train.is_sharded:
         check_sharding(job.train, skeleton)
     if job.lora:
@@ -97,7 +100,7 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
 def _refuse_adapted_head(job: Job, skeleton: Any) -> None:
     """TRL's trainers multiply by the head's weight itself, so an adapter there would not be trained."""
     head = skeleton.get_output_embeddings()
-    if job.train.uses_trl and hasattr(head, "base_layer"):
+    if job.train.takes_logprobs and hasattr(head, "base_layer"):
         raise ConfigError(
             f"train.method: {job.train.method} reads the output projection's weight past its adapter, which would not "
             "be trained; leave the head out of lora.target_modules"
@@ -182,6 +185,7 @@ def _build(
         verify=verify,
         check_plan=check_plan,
         batch=under.batch,
+        new_head=job.train.scores_sequences and weights == job.model.weights and not has_scores(job),
     )
 
 
@@ -209,6 +213,8 @@ def model_config(job: Job, tokenizer: Tokenizer) -> PretrainedConfig:
             "more embeddings, which are drawn around the mean of theirs and trained, or name the tokenizer that the "
             "weights were trained with"
         )
+    if job.train.scores_sequences:
+        as_scorer(config, job, tokenizer)
     longest = getattr(text_config, "max_position_embeddings", None)
     if longest is not None and job.data.sequence_length > longest:
         raise ConfigError(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
-from datasets.utils.logging import disable_progress_bar
+from datasets.utils.logging import disable_progress_bar, set_verbosity_error
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from veomni_core import OpsConfig, binding_of
@@ -18,6 +19,14 @@ from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.setup.model import build_model
 from veomni_trainer.setup.rewards import load_reward
 
+_CONFIGS = {
+    "dpo": "DPOConfig",
+    "kto": "KTOConfig",
+    "grpo": "GRPOConfig",
+    "rloo": "RLOOConfig",
+    "reward": "RewardConfig",
+}
+
 
 def check_method(job: Job, tokenizer: Tokenizer, processes: int) -> None:
     """Check what the job's method needs besides its data, before the model is built.
@@ -27,17 +36,17 @@ def check_method(job: Job, tokenizer: Tokenizer, processes: int) -> None:
         JobFileError: a reward can't be loaded.
     """
     train = job.train
-    if train.uses_trl:
+    if train.method != "pretrain":
         trl_tokenizer(job, tokenizer)
-    if train.grpo is None:
+    if train.drawn is None:
         return
-    for reference in train.grpo.rewards:
-        load_reward(reference)
+    for reference in train.drawn.rewards:
+        load_reward(reference, f"train.{train.method}.reward")
     completions = train.batch_size * train.gradient_accumulation * processes
-    if completions % train.grpo.num_generations:
+    if completions % train.drawn.num_generations:
         raise ConfigError(
-            f"train.grpo.num_generations: {train.grpo.num_generations} does not divide the {completions} completions "
-            "of a step (train.batch_size x gradient_accumulation x processes); write a divisor of them"
+            f"train.{train.method}.num_generations: {train.drawn.num_generations} does not divide the {completions} "
+            "completions of a step (train.batch_size x gradient_accumulation x processes); write a divisor of them"
         )
 
 
@@ -67,32 +76,45 @@ def trl_config(train: TrainSection, sequence_length: int) -> tuple[type, dict[st
     if train.method == "sft":
         # The job's own sequences: nothing is left to prepare.
         return configs.SFTConfig, {**common, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
-    if train.method == "dpo":
-        settings = train.dpo.model_dump() if train.dpo else {}
-        return configs.DPOConfig, {**common, "max_length": sequence_length, **settings}
-    assert train.grpo is not None, "the schema requires it"
-    settings = train.grpo.model_dump(exclude={"reward", "beta"})
-    # With a beta TRL would look for a reference model by the model's name; the job's trainer gives it one.
-    return configs.GRPOConfig, {**common, "beta": 0.0, **settings}
+    kind = orpo().ORPOConfig if train.method == "orpo" else getattr(trl, _CONFIGS[train.method])
+    if train.drawn is not None:
+        settings = train.drawn.model_dump(exclude={"reward", "beta"})
+        # With a beta TRL would look for a reference model by the model's name; the job's trainer gives it one.
+        return kind, {**common, "beta": 0.0, **settings}
+    own = getattr(train, train.method)
+    if train.method == "orpo":
+        common["remove_unused_columns"] = False  # as TRL sets it itself, with a warning
+    return kind, {**common, "max_length": sequence_length, **(own.model_dump() if own else {})}
+
+
+def orpo() -> Any:
+    """TRL's module with ORPO, which TRL 1.16 has among its experimental ones, with a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trl.experimental import orpo as module
+    return module
 
 
 def method_inputs(job: Job, tokenizer: Tokenizer, device: torch.device) -> MethodInputs:
-    """What the method's trainer is given besides the model and the data.
+    """What the method's trainer is given besides the model and the data; ``tokenizer`` has a token for padding.
 
     Raises:
         ConfigError: the job's tokenizer is none of transformers'.
         JobFileError: a reward can't be loaded.
     """
-    disable_progress_bar()  # of each of TRL's steps over the data
-    rewards = tuple(map(load_reward, job.train.grpo.rewards)) if job.train.grpo else ()
+    # Each of TRL's steps over the data has a bar, and a warning where it is not remembered.
+    disable_progress_bar()
+    set_verbosity_error()
+    named = job.train.drawn.rewards if job.train.drawn else ()
+    rewards = tuple(load_reward(each, f"train.{job.train.method}.reward") for each in named)
     reference = _build_reference(job, tokenizer, device) if _needs_reference(job) else None
-    return MethodInputs(trl_tokenizer(job, tokenizer), reference, rewards)
+    return MethodInputs(trl_tokenizer(job, tokenizer), reference, rewards, job.data.sequence_length)
 
 
 def _needs_reference(job: Job) -> bool:
     """Whether a second model is needed. Under an adapter the reference is the model without it."""
     train = job.train
-    return job.lora is None and (train.method == "dpo" or (train.grpo is not None and train.grpo.beta > 0))
+    return job.lora is None and (train.method in ("dpo", "kto") or (train.drawn is not None and train.drawn.beta > 0))
 
 
 def _build_reference(job: Job, tokenizer: Tokenizer, device: torch.device) -> PreTrainedModel:

@@ -1,0 +1,160 @@
+"""A job of a method computes what TRL's, or transformers', trainer computes that is set up by hand: the same losses."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from post_training import needs_examples
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+pytestmark = needs_examples
+Go = Callable[..., bool]
+
+STEPS, FEW = 50, 4
+ARGUMENTS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-3,
+    "weight_decay": 0.1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0,
+    "seed": 0,
+    "data_seed": 0,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "dataloader_drop_last": True,
+}
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+TRAINERS: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {  # the trainer, its config, its data, and its settings
+    "dpo": (trl.DPOTrainer, trl.DPOConfig, "pairs", {"max_length": 96}),
+    "kto": (trl.KTOTrainer, trl.KTOConfig, "verdicts", {"max_length": 96}),
+    "orpo": (ORPOTrainer, ORPOConfig, "pairs", {"max_length": 96}),
+    "reward": (trl.RewardTrainer, trl.RewardConfig, "pairs", {"max_length": 96}),
+    "grpo": (trl.GRPOTrainer, trl.GRPOConfig, "prompts", {"max_completion_length": 16, "num_generations": 4}),
+    "rloo": (trl.RLOOTrainer, trl.RLOOConfig, "prompts", {"max_completion_length": 16, "num_generations": 4}),
+    "classify": (Trainer, TrainingArguments, "labels", {}),
+}
+
+
+class Losses(TrainerCallback):
+    """The loss of each step, before ``Trainer`` rounds it."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+
+def watched(kind: Any, losses: list[float], accumulation: int) -> Any:
+    """``kind``, with the loss of each of its micro-steps added to that of the step."""
+
+    class ByHand(kind):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+            if self.state.global_step == len(losses):
+                losses.append(0.0)
+            losses[-1] += float(loss)
+            return loss
+
+    return ByHand
+
+
+def rows(here: Path, folder: str) -> Dataset:
+    lines = (here / folder / "capitals.jsonl").read_text(encoding="utf-8").splitlines()
+    return Dataset.from_list([json.loads(line) for line in lines])
+
+
+def model_of(config: dict[str, Any], method: str, words: int) -> Any:
+    set_seed(0)
+    made = AutoConfig.for_model(**config, vocab_size=words)
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if method not in ("reward", "classify"):
+        return AutoModelForCausalLM.from_config(made, **options)
+    made.num_labels = 1 if method == "reward" else 2
+    return AutoModelForSequenceClassification.from_config(made, **options)
+
+
+def by_hand(here: Path, method: str, steps: int, accumulation: int, config: dict[str, Any], words: int) -> list[float]:
+    """The losses of the library's own trainer."""
+    trainer, arguments, folder, settings = TRAINERS[method]
+    if method in ("grpo", "rloo"):
+        settings = settings | {"beta": 0.0}
+    tokenizer = AutoTokenizer.from_pretrained(here / "tokenizer")
+    data, given = rows(here, folder), {}
+    model = model_of(config, method, words)
+    if method in ("dpo", "kto"):
+        given["ref_model"] = model_of(config, method, words)
+    if method == "kto":
+        data = data.shuffle(seed=0)
+    if method in ("grpo", "rloo"):
+        import importlib.util
+
+        spec = importlib.util.spec_from_file_location("rewards", here / "rewards.py")
+        assert spec and spec.loader
+        rewards = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(rewards)
+        given["reward_funcs"] = [rewards.contains_answer, rewards.brevity]
+    if method == "classify":
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        model.config.pad_token_id = tokenizer.pad_token_id
+        names = ["answer", "question"]
+        data = data.map(
+            lambda row: {"input_ids": tokenizer(row["text"])["input_ids"], "labels": names.index(row["label"])},
+            remove_columns=["text", "label"],
+        )
+        given["data_collator"] = DataCollatorWithPadding(tokenizer)
+    else:
+        given["processing_class"] = tokenizer
+    sizes = {"max_steps": steps, "gradient_accumulation_steps": accumulation}
+    made = arguments(str(here / "hand"), **ARGUMENTS | sizes | settings)
+    losses: list[float] = []
+    watched(trainer, losses, accumulation)(model=model, args=made, train_dataset=data, **given).train()
+    return losses
+
+
+def _few_and_many() -> list[Any]:
+    few = [pytest.param(each, FEW, 1, id=f"{each}-{FEW}") for each in TRAINERS]
+    many = [pytest.param(each, STEPS, 2, id=f"{each}-{STEPS}", marks=pytest.mark.thorough) for each in TRAINERS]
+    return few + many
+
+
+@pytest.mark.parametrize(("method", "steps", "accumulation"), _few_and_many())
+def test_a_job_has_the_losses_of_the_librarys_trainer(
+    here: Path, go: Go, method: str, steps: int, accumulation: int
+) -> None:
+    changes = [f"train.steps={steps}", f"train.gradient_accumulation={accumulation}", "train.batch_size=4"]
+    changes += ["model.ops_implementation={preset: eager}", "train.export=false", "train.save_every=never"]
+    if method in ("grpo", "rloo"):
+        changes.append(f"train.{method}.beta=0")
+    go(method, *changes)
+    lines = (here / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line)["loss"] for line in lines]
+    import yaml
+
+    job = yaml.safe_load((here / "run" / "job.yaml").read_text(encoding="utf-8"))
+    expected = by_hand(here, method, steps, accumulation, job["model"]["config"], 320)
+    assert len(expected) == steps
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
