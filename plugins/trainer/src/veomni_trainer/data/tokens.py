@@ -147,7 +147,7 @@ class PretrainedTokenizer:
 def load_tokenizer(
     name: str, end_of_document: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> Tokenizer:
-    """The tokenizer named ``bytes``, or the one in a folder or file.
+    """The tokenizer named ``bytes``, or the one in a folder or file, or of a Hub id.
 
     Args:
         name: ``bytes``, a folder that ``AutoTokenizer`` loads, a ``tokenizer.json``, or a Hub id.
@@ -186,11 +186,9 @@ def _load(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
         folder, path = path, path / _FILE
     else:
         missing = f"no tokenizer in {path}" if path.is_dir() else f"no file {path}"
-        hint = did_you_mean(str(path), [BYTES]) if len(path.parts) == 1 else ""
-        hint = hint or nearest(path).strip()
         raise JobFileError(
-            f"data.tokenizer: there is {missing}. Write bytes, the path of a tokenizer's folder or tokenizer.json, or a Hub id. "
-            f"{hint}".rstrip()
+            f"data.tokenizer: there is {missing}. Write bytes, the path of a tokenizer's folder or tokenizer.json, or "
+            f"a Hub id.{nearest(path, BYTES)}"
         )
     alone = path.is_file() and not (path.name == _FILE and (folder / _CONFIG).is_file())
     try:

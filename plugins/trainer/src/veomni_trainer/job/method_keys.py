@@ -161,7 +161,5 @@ class MethodKeys(Section):
             if getattr(self, name) is not None and self.method != name:
                 raise ValueError(f"{name} has the settings of method: {name}, and method is {self.method}; remove one")
         if self.method in ("grpo", "rloo") and self.drawn is None:
-            raise ValueError(
-                f"method: {self.method} needs {self.method}.reward, the function that judges a completion"
-            )
+            raise ValueError(f"method: {self.method} needs {self.method}.reward, the function that judges a completion")
         return self

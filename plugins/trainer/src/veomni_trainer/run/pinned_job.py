@@ -49,7 +49,7 @@ def _pinned_data(data: DataSection, known: Mapping[str, str]) -> DataSection:
 
 
 def _known(recorded: Path | None) -> Iterator[tuple[str, str]]:
-    """The recorded ids at a commit, by what is written for them; none where the file can't be read: resuming says so."""
+    """The recorded ids at a commit, by what is written for them; none of a file that resuming will refuse."""
     try:
         job = load_yaml(recorded) if recorded and recorded.is_file() else {}
     except JobFileError:

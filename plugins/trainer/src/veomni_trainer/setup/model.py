@@ -185,7 +185,7 @@ def _build(
         verify=verify,
         check_plan=check_plan,
         batch=under.batch,
-        new_head=job.train.scores_sequences and weights == job.model.weights and not has_scores(job),
+        new_head=job.train.scores_sequences and weights == job.model.located().weights and not has_scores(job),
     )
 
 

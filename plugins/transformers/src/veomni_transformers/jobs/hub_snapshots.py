@@ -1,4 +1,4 @@
-"""Finds what a job names by an id of the Hugging Face Hub, such as ``Qwen/Qwen3-0.6B``: in the Hub's cache, or there."""
+"""Finds what a job names by an id of the Hugging Face Hub, such as ``Qwen/Qwen3-0.6B``, in the Hub's cache or there."""
 
 from __future__ import annotations
 
