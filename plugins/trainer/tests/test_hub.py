@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 import yaml
 from hub_caches import COMMIT, OTHER, HubCache
 from huggingface_hub import constants
+from local_hub import LocalHub
 from safetensors.torch import load_file, save_file
 
 from veomni_core import Hardware
@@ -206,3 +210,31 @@ def test_a_cache_without_weights_is_named_before_training(hub: HubCache, hub_job
     (hub.folder / "models--acme--tiny" / "snapshots" / COMMIT / "model.safetensors").unlink()
     with pytest.raises(HostError, match=r"has no weights \(\*\.safetensors\) of acme/tiny"):
         train(hub_job)
+
+
+DOWNLOAD = """
+import sys
+from veomni_transformers.jobs.job_model import ModelSection
+section = ModelSection(weights="acme/tiny", revision=sys.argv[1]).pinned().located(with_weights=True)
+print(section.weights)
+"""
+
+
+@pytest.mark.thorough
+def test_processes_download_once_and_a_cache_serves_without_a_connection(tmp_path: Path, pretrained: Path) -> None:
+    hub = LocalHub("acme/tiny", pretrained / "llama", {"main": COMMIT})
+    with hub.serving():
+        environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+
+        def start(revision: str) -> subprocess.Popen[str]:
+            command = [sys.executable, "-c", DOWNLOAD, revision]
+            pipe = subprocess.PIPE
+            return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+        ends = [each.communicate(timeout=120) for each in (start("main"), start("main"))]
+        assert [out.strip().rpartition("/")[2] for out, _ in ends] == [COMMIT, COMMIT], ends
+        assert sorted(hub.downloads) == sorted({*hub.downloads}) and "model.safetensors" in hub.downloads
+        assert "acme/tiny has no revision 'v9' on the Hub" in start("v9").communicate(timeout=120)[1]
+        before = len(hub.downloads)
+    assert start("main").communicate(timeout=120)[0].strip() == ends[0][0].strip()
+    assert len(hub.downloads) == before

@@ -17,37 +17,16 @@ from veomni_transformers.jobs.hub_snapshots import is_hub_id, nearest, pinned
 TEXT, DATASET, HUB = "text", "dataset", "hub"
 COMPRESSED = (".gz", ".bz2", ".zst")
 _FORMATS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
+    **{".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv"},
+    **{".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"},
 }
 _NEITHER_TEXT_NOR_TABLE = {
-    ".7z": "an archive",
-    ".rar": "an archive",
-    ".tar": "an archive",
-    ".tgz": "an archive",
-    ".xz": "an archive",
-    ".zip": "an archive",
-    ".ckpt": "a checkpoint",
-    ".gguf": "a checkpoint",
-    ".pt": "a checkpoint",
-    ".pth": "a checkpoint",
-    ".safetensors": "a checkpoint",
-    ".h5": "an array file",
-    ".npy": "an array file",
-    ".npz": "an array file",
-    ".pickle": "a pickle",
-    ".pkl": "a pickle",
-    ".docx": "an office document",
-    ".pdf": "an office document",
-    ".xlsx": "an office document",
-    ".db": "a database",
-    ".sqlite": "a database",
+    **dict.fromkeys((".7z", ".rar", ".tar", ".tgz", ".xz", ".zip"), "an archive"),
+    **dict.fromkeys((".ckpt", ".gguf", ".pt", ".pth", ".safetensors"), "a checkpoint"),
+    **dict.fromkeys((".h5", ".npy", ".npz"), "an array file"),
+    **dict.fromkeys((".pickle", ".pkl"), "a pickle"),
+    **dict.fromkeys((".docx", ".pdf", ".xlsx"), "an office document"),
+    **dict.fromkeys((".db", ".sqlite"), "a database"),
 }
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 _SAVED_DATASET = ({"dataset_dict.json"}, {"dataset_info.json", "state.json"})  # what save_to_disk writes

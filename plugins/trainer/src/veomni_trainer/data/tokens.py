@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -18,53 +18,24 @@ from veomni_trainer.data.documents import Document, Example, Mask, Span, Tokens
 from veomni_trainer.job.data_section import BYTES
 from veomni_transformers.jobs.hub_snapshots import is_hub_id, nearest, snapshot
 
-_USUAL_ENDS = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|im_end|>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's: not ASCII, unlike <|end_of_sentence|>
-    "</s>",
-    "<eos>",
-    "[EOS]",
-    "[SEP]",
-)
+_DEEPSEEKS = "<\uff5cend\u2581of\u2581sentence\uff5c>"  # not ASCII, unlike <|end_of_sentence|>
+_USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", _DEEPSEEKS, "</s>", "<eos>", "[EOS]", "[SEP]")
 _AFTER_END = 3  # so many tokens of white space may follow the end of a turn
 _FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _FILES = (_FILE, _CONFIG, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
-class Tokenizer(Protocol):
-    """Maps text to token ids. ``vocab_size`` is the largest id plus one; ``end`` is the id that ends a document."""
-
-    vocab_size: int
-    end: int
-    chats: PreTrainedTokenizerBase | None
-    """What renders chats; ``None`` without a chat template."""
-    has_offsets: bool
-    """Whether it says which characters a token stands for, so that parts of a text can be learned."""
-    pretrained: PreTrainedTokenizerBase | None
-    """It as transformers' tokenizer; ``None`` if it is none."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of all that decides which ids a text gets, its chat template included."""
-        ...
-
-    def encode(self, examples: Sequence[Example]) -> list[Document]:
-        """The documents of ``examples``, in their order."""
-        ...
-
-    def end_of(self, document: Document) -> int | None:
-        """The token of its own that ``document`` is learned to end with; ``None`` if it just stops."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write its files into ``folder``, so that it is loaded from there with the model's weights."""
-        ...
-
-
 class ByteTokenizer:
-    """The id of a byte is its value; 256 ends a document. It has no files."""
+    """The id of a byte is its value; 256 ends a document. It has no files.
+
+    Attributes:
+        vocab_size: the largest id plus one.
+        end: the id that ends a document.
+        chats: what renders chats; ``None`` without a chat template.
+        has_offsets: whether it says which characters a token stands for, so that parts of a text can be learned.
+        pretrained: it as transformers' tokenizer; ``None`` if it is none.
+        fingerprint: a hash of all that decides which ids a text gets, its chat template included.
+    """
 
     vocab_size = 257
     end = 256
@@ -74,9 +45,11 @@ class ByteTokenizer:
     fingerprint = BYTES
 
     def encode(self, examples: Sequence[Example]) -> list[Document]:
+        """The documents of ``examples``, in their order."""
         return [self._encode(example) for example in examples]
 
     def end_of(self, document: Document) -> int | None:
+        """The token of its own that ``document`` is learned to end with; ``None`` if it just stops."""
         return _end_in(document, {self.end})
 
     def save(self, folder: Path) -> None:
@@ -94,7 +67,7 @@ class ByteTokenizer:
 
 
 class PretrainedTokenizer:
-    """A tokenizer of transformers. A text begins with the tokens that it puts there, as in generation."""
+    """The same of a tokenizer of transformers. A text begins with the tokens that it puts there, as in generation."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end: int) -> None:
         self._tokenizer, self.end = tokenizer, end
@@ -142,6 +115,9 @@ class PretrainedTokenizer:
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)
+
+
+Tokenizer = ByteTokenizer | PretrainedTokenizer
 
 
 def load_tokenizer(

@@ -1,0 +1,80 @@
+"""A Hugging Face Hub on this machine: it has one repository, whose commit can be found, and its files downloaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha1
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+
+class LocalHub:
+    """What it has, and what was downloaded from it.
+
+    Attributes:
+        url: where it answers.
+        commits: the commit that each revision of the one repository is.
+        downloads: the names of files, once for each download.
+    """
+
+    def __init__(self, identifier: str, folder: Path, commits: dict[str, str]) -> None:
+        self.identifier, self.folder, self.commits = identifier, folder, commits
+        self.downloads: list[str] = []
+        self.url = ""
+
+    @contextmanager
+    def serving(self) -> Iterator[LocalHub]:
+        """Answer on a free port."""
+        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.url = f"http://127.0.0.1:{server.server_address[1]}"
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield self
+        finally:
+            server.shutdown()
+            server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: LocalHub
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        hub, path = self.hub, self.path.partition("?")[0].strip("/")
+        files = [each for each in sorted(hub.folder.iterdir()) if each.is_file()]
+        name = path.rpartition("/")[2]
+        if path.startswith(f"api/models/{hub.identifier}/tree/"):
+            tree = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": _oid(f)} for f in files]
+            self._send(json.dumps(tree).encode())
+        elif path.startswith(f"api/models/{hub.identifier}/revision/") and name in hub.commits:
+            self._send(json.dumps({"id": hub.identifier, "sha": hub.commits[name], "siblings": []}).encode())
+        elif path.startswith(f"{hub.identifier}/resolve/") and (file := hub.folder / name) in files:
+            if self.command == "GET":
+                hub.downloads.append(name)
+            self._send(file.read_bytes(), {"ETag": f'"{_oid(file)}"', "X-Repo-Commit": path.split("/")[3]})
+        else:
+            what = "RevisionNotFound" if path.startswith(f"api/models/{hub.identifier}/") else "RepoNotFound"
+            self._send(b"{}", {"X-Error-Code": what}, 404)
+
+    def _send(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+def _oid(file: Path) -> str:
+    return sha1(file.read_bytes()).hexdigest()
