@@ -74,7 +74,7 @@ def test_plan(monkeypatch, tmp_path, hardware):
     fields = [op["config_field"] for op in data["ops"]]
     shown = [text for site in sites for text in (site["kernel"], site["reason"])]
     assumed = [text for line in data["assumptions"] for text in line.split(": ")[1:]]
-    check(lambda: run("plan", path, *hardware), monkeypatch, *fields, *shown, *assumed)
+    check(lambda: run("plan", path, "--all", *hardware), monkeypatch, *fields, *shown, *assumed)
 
 
 def test_plan_of_what_is_divided(monkeypatch, tmp_path):

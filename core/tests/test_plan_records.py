@@ -73,9 +73,29 @@ def test_diff_says_what_runs_differently():
 
 def test_the_table_shows_what_was_asked_what_runs_and_why():
     table = plan("quack", hardware="h200").table()
-    assert "eager (preset eager)" in table and "quack (preset" not in table
-    for words in ("rms_norm_implementation", "rms_norm/standard", "quack covers standard, not", "NVIDIA H200"):
+    assert "preset eager, sha256" in table and "(preset)" not in table
+    for words in ("rms_norm_implementation", "standard", "quack covers standard, not", "NVIDIA H200"):
         assert words in table
+
+
+def test_what_the_model_has_no_site_for_is_counted_and_listed_on_request():
+    alone = plan("quack", hardware="h200")
+    hidden = [op.config_field for op in alone.ops if not op.sites and not op.written]
+    assert hidden and f"no site for {len(hidden)} other ops; --all lists them" in alone.table()
+    assert [field for field in hidden if field in alone.table()] == []
+    everything = alone.table(everything=True)
+    assert [field for field in hidden if field not in everything] == [] and "(preset)" in everything
+    written = replace(alone, ops=tuple(replace(op, preset=None) for op in alone.ops)).table()
+    assert [field for field in hidden if field not in written] == [], "a field that the job writes is always shown"
+
+
+def test_kernels_for_other_devices_are_no_reason():
+    far = registry(kernel("far", hardware=HardwareRequirement("cuda")), kernel("near", dtypes=("float16",)))
+    (reason,) = {site.reason for op in plan("auto", NORMS[:2], registry=far, hardware="cpu").ops for site in op.sites}
+    assert "near computes float16" in reason and "far" not in reason
+    only = registry(kernel("far", hardware=HardwareRequirement("cuda")))
+    (reason,) = {site.reason for op in plan("auto", NORMS[:2], registry=only, hardware="cpu").ops for site in op.sites}
+    assert reason == "no kernel for a CPU is installed"
 
 
 def test_of_alternative_requirements_the_packages_for_the_named_hardware_are_assumed():

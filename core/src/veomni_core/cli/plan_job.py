@@ -33,6 +33,7 @@ def plan_job(
     ] = False,
     frozen: Frozen = False,
     json: AsJson = False,
+    everything: Annotated[bool, typer.Option("--all", help="List ops too that the model has no site for.")] = False,
 ) -> None:
     """Check the job, build its model on the meta device, find its sites, and print the plan."""
     registry = discover()
@@ -49,7 +50,7 @@ def plan_job(
         plan = checked.plan()
     if locked := frozen_job(job):
         locked.check(plan)
-    print(plan.to_json() if json else plan.table())
+    print(plan.to_json() if json else plan.table(everything))
 
 
 def _plan_of_sites(job: Path, file: Path, hardware: str | None, registry: Registry) -> Plan:

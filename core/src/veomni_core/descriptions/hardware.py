@@ -210,6 +210,10 @@ class HardwareRequirement:
         packages = reasons[alternatives[0]][1:] if len(alternatives) == 1 else ()
         return (f"needs device type {types}, this is {hardware.describe()}", *packages)
 
+    def is_for(self, hardware: Hardware) -> bool:
+        """Whether it is about devices of the type of ``hardware``, whatever else it needs of them."""
+        return any(each.device_type in (ANY_DEVICE, hardware.device_type) for each in (self, *self.others))
+
     def chosen_for(self, hardware: Hardware) -> HardwareRequirement:
         """The alternative that ``hardware`` meets; the first if it meets none."""
         alternatives = (replace(self, others=()), *self.others)

@@ -163,6 +163,7 @@ class JobConditions:
         ops_implementation: what is planned with in place of the job's section of that name; ``None`` for that section.
         batch: the sequences of a step on one device, and their length; ``None`` where steps differ in shape.
         vocabulary: the number of embeddings that the job's data give its model; ``None`` for what its config says.
+        architecture: the class of the job's model, where it is another one than the config's, such as a classifier.
         needs_accelerator: whether the job names an accelerator, so that it doesn't run on a machine without one.
 
     Example:
@@ -179,6 +180,7 @@ class JobConditions:
     ops_implementation: Mapping[str, Any] | None = None
     batch: tuple[int, int] | None = None
     vocabulary: int | None = None
+    architecture: str | None = None
     needs_accelerator: bool = False
 
 

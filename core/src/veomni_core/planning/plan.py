@@ -167,18 +167,28 @@ class Plan:
         autocast = f" under autocast to {self.autocast}" if self.autocast else ""
         return f"{self.hardware.describe()}{autocast}{'' if self.training else ' for evaluation'}"
 
-    def table(self) -> str:
-        """The plan as text: one row per op, kernel and reason, then the failed rules and the assumptions."""
+    def table(self, everything: bool = False) -> str:
+        """The plan as text: one row per op, kernel and reason, then the failed rules and the assumptions.
+
+        Fields that a preset fills and that the model has no site for are only counted, unless ``everything`` is true.
+        """
         rows = []
+        hidden = [op.op_name for op in self.ops if not (op.sites or op.written or everything)]
+        presets = " and ".join(dict.fromkeys(f"preset {op.preset}" for op in self.ops if not op.written))
         for op in self.ops:
-            groups = Counter((d.kernel, _what(op, d), _why(d)) for d in op.sites)
+            groups = Counter((d.kernel, _what(d), _why(d)) for d in op.sites)
             for (kernel, what, reason), count in groups.items():
-                rows.append((op.config_field, op.shown, what, kernel, str(count), reason))
-            if not op.sites:
-                rows.append((op.config_field, op.shown, op.op_name, "-", "0", "the model has no such site"))
-        title = f"Plan for {self.conditions}, sha256 {self.sha256[:12]}"
-        table = render_table(("field", "asked", "op/variant, dtype", "kernel", "sites", "why"), rows, title)
-        notes = [f"left out: {failure}" for failure in self.failed_rules]
+                rows.append((op.config_field, _asked(op), what, kernel, str(count), reason))
+            if not op.sites and op.op_name not in hidden:
+                rows.append((op.config_field, _asked(op), "-", "-", "0", "the model has no such site"))
+        title = ", ".join(filter(None, [f"Plan for {self.conditions}", presets, f"sha256 {self.sha256[:12]}"]))
+        columns = ["field", "asked", "variant, dtype", "kernel", "sites", "why"]
+        if not any(op.written for op in self.ops):  # then the title says it
+            columns.remove("asked")
+            rows = [(row[0], *row[2:]) for row in rows]
+        table = render_table(columns, rows, title)
+        notes = [f"no site for {len(hidden)} other ops; --all lists them"] if hidden else []
+        notes += [f"left out: {failure}" for failure in self.failed_rules]
         notes += [f"not proven: {what}" for op in self.ops for what in op.left_out]
         notes += self.profile_notes
         notes += [f"passed by: {kernel}" for kernel in self.passed_by]
@@ -224,11 +234,15 @@ def _runs(decision: SiteDecision) -> str:
     return decision.runs if sharding == WHOLE else f"{decision.runs} ({sharding})"
 
 
-def _what(op: OpDecision, decision: SiteDecision) -> str:
-    """The op and variant, and on further lines the dtypes of the site's inputs, and how its parameters are divided."""
+def _asked(op: OpDecision) -> str:
+    return str(op.asked) if op.written else "(preset)"
+
+
+def _what(decision: SiteDecision) -> str:
+    """The variant and the dtypes of the site's inputs, and on a further line how its parameters are divided."""
     sharding = "" if decision.site.sharding == WHOLE else str(decision.site.sharding)
-    details = filter(None, [" or ".join(decision.dtypes), sharding])
-    return "\n".join([f"{op.op_name}/{decision.site.variant or '?'}", *details])
+    kind = ", ".join(filter(None, [decision.site.variant or "?", " or ".join(decision.dtypes)]))
+    return "\n".join(filter(None, [kind, sharding]))
 
 
 def _why(decision: SiteDecision) -> str:

@@ -273,12 +273,13 @@ class Selection:
         """What the kernels' declared preferences say."""
         preferred = [spec for spec in usable if spec.preference > 0]
         if not preferred:
-            return Verdict(None, _why_none(place, against), as_asked=False)
+            return Verdict(None, _why_none(place, against, self._hardware), as_asked=False)
         best = min(preferred, key=lambda spec: (-spec.preference, spec.name))
         if best.preference <= _PLAIN and _FUNCTION.fullmatch(place.own):
             reason = f"the model runs {place.own}, and {best.name} is plain PyTorch: name it to have it"
             return Verdict(None, reason, as_asked=False)
-        reason = f"the highest preference ({best.preference}) of {len(preferred)} usable here"
+        of_several = f"the highest preference ({best.preference}) of {len(preferred)} usable here"
+        reason = of_several if len(preferred) > 1 else "the only one usable here"
         return Verdict(best, reason, as_asked=False)
 
     def _unchecked_alone(self, against: _Against, place: _Place) -> Iterator[str]:
@@ -322,9 +323,13 @@ def not_certified(
     )
 
 
-def _why_none(place: _Place, against: _Against) -> str:
+def _why_none(place: _Place, against: _Against, hardware: Hardware) -> str:
+    """Why none of the kernels is chosen; of those for other devices nothing is said."""
     if not against:
         return f"no kernel for {place.variant} is installed"
+    against = {spec: reasons for spec, reasons in against.items() if spec.hardware.is_for(hardware)}
+    if not against:
+        return f"no kernel for {'a CPU' if hardware.device_type == 'cpu' else hardware.describe()} is installed"
     not_preferred = ("is not preferred to the model's own code",)
     return "; ".join(
         f"{spec.name} {' and '.join((*unmet, *found) or not_preferred)}" for spec, (unmet, found) in against.items()

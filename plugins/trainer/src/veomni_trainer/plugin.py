@@ -34,4 +34,8 @@ def veomni_commands() -> list[CommandSpec]:
             "veomni_trainer.run.command:export",
             "Write a checkpoint's weights as a plain folder of safetensors.",
         ),
+        CommandSpec("chat", "veomni_trainer.run.chat_commands:chat", "Talk with the model of a run or an export."),
+        CommandSpec(
+            "generate", "veomni_trainer.run.chat_commands:generate", "Continue a text with the model of a run."
+        ),
     ]

@@ -45,7 +45,7 @@ class RowCounts(Counts):
 def read_rows(source: Source, tokenizer: Tokenizer, train: TrainSection) -> Corpus:
     """The rows of a source, with the columns that ``train.method`` learns from.
 
-    Prompts and what follows them are text, or lists of chat messages. Other columns of prompts are kept, for the reward.
+    Prompts and what follows them are text, or lists of chat messages. Other columns of prompts stay, for the reward.
 
     Raises:
         JobFileError: there is nothing to read, a column is missing, a line is broken and ``bad_lines`` is ``stop``, or
@@ -101,8 +101,8 @@ def check_lengths(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, train: Tra
             )
         if len(ids) > room:
             raise JobFileError(
-                f"{_KEY}: prompt {number} has {len(ids):,} tokens, and data.sequence_length leaves {room:,} beside {beside}; "
-                "raise data.sequence_length, or leave the prompt out"
+                f"{_KEY}: prompt {number} has {len(ids):,} tokens, and data.sequence_length leaves {room:,} beside "
+                f"{beside}; raise data.sequence_length, or leave the prompt out"
             )
     return corpus
 

@@ -9,6 +9,15 @@ from pydantic import Field
 from veomni_trainer.job.section import Section
 
 
+class ProfileKeys(Section):
+    """Which steps torch's profiler records."""
+
+    steps: int = Field(default=3, ge=1)
+    """How many."""
+    wait: int = Field(default=2, ge=0)
+    """After how many steps of this run: the first ones compile and allocate."""
+
+
 class OutputKeys(Section):
     """What a run measures, writes and keeps."""
 
@@ -29,5 +38,7 @@ class OutputKeys(Section):
     ``merged`` the weights with the adapter in them."""
     expert_loads: bool | None = None
     """Whether to measure how many tokens each expert gets; by default where ``ep_size`` is above 1."""
+    profile: ProfileKeys | None = None
+    """A few steps are recorded by torch's profiler: a trace, and a table of where their time went."""
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
     """Where each line of ``metrics.jsonl`` is sent too."""

@@ -78,6 +78,7 @@ KEYS: Mapping[str, OnResume] = {
     "train.on_bad_loss": _APPLIED,
     "train.export": _APPLIED,
     "train.expert_loads": _APPLIED,
+    "train.profile": _APPLIED,
     "train.report_to": _APPLIED,
     "train.fsdp": _REFUSED,
     "train.sp_size": _COMPARED,

@@ -111,8 +111,8 @@ class Job(Section):
             )
         if train.drawn is not None and train.drawn.max_completion_length >= data.sequence_length:
             raise ValueError(
-                f"train.{method}.max_completion_length {train.drawn.max_completion_length} leaves no room for a prompt in "
-                f"data.sequence_length {data.sequence_length}; lower it, or raise data.sequence_length"
+                f"train.{method}.max_completion_length {train.drawn.max_completion_length} leaves no room for a prompt "
+                f"in data.sequence_length {data.sequence_length}; lower it, or raise data.sequence_length"
             )
         return self
 

@@ -35,6 +35,12 @@ class StepClock:
         if self._mark is not None:
             self._mark += seconds
 
+    @property
+    def seconds(self) -> float:
+        """The seconds that the next :meth:`read` divides by."""
+        self._advance()
+        return self._seconds
+
     def read(self) -> dict[str, float]:
         """Seconds per step and tokens per second since the last call; resets the sums."""
         self._advance()

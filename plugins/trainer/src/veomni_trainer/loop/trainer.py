@@ -29,6 +29,7 @@ from veomni_trainer.loop.optimizers import optimizer_for
 from veomni_trainer.loop.parameter_groups import divide
 from veomni_trainer.loop.resuming_trainer import ResumingTrainer
 from veomni_trainer.loop.step_graphs import Results, StepGraphs, graphs_on
+from veomni_trainer.loop.throughput import Throughput
 from veomni_trainer.output.metrics import Row
 
 Listener = Callable[[Row], None]
@@ -52,8 +53,10 @@ class JobTrainer(ResumingTrainer):
         train: TrainSection,
         loads: ExpertLoads | None = None,
         norms: Collection[nn.Module] = (),
+        throughput: Throughput | None = None,
         **more: Any,
     ) -> None:
+        self._throughput = throughput
         self._clock, self._loads, self._corpus, self._norms = StepClock(), loads, corpus, norms
         self.bad_steps = BadSteps(train, self._loss_scale)
         super().__init__(
@@ -184,7 +187,10 @@ class JobTrainer(ResumingTrainer):
 
     def count_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the tokens of a micro-step, on all ranks."""
-        self._clock.count(inputs["input_ids"].numel() * self.args.world_size // self._train.ranks_per_batch)
+        tokens = inputs["input_ids"].numel() * self.args.world_size // self._train.ranks_per_batch
+        self._clock.count(tokens)
+        if self._throughput:
+            self._throughput.count(tokens, inputs["input_ids"].shape[-1])
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         norm = super()._get_grad_norm(*args, **kwargs)
@@ -227,7 +233,11 @@ class JobTrainer(ResumingTrainer):
             row["learned_tokens"] = int(self.learned_tokens)
         row |= {"bad": self.bad_steps.problem} if self.bad_steps.problem else {}
         row |= self._loads.measure(self.accelerator.gather) if self._loads else {}
+        seconds = self._clock.seconds
         row |= self._clock.read() | {"peak_memory_bytes": peak_memory(self.args.device)}
+        if self.args.world_size > 1:
+            row["tokens_per_second_each"] = row["tokens_per_second"] / self.args.world_size
+        row |= self._throughput.read(seconds) if self._throughput else {}
         self._hand_on(row)
         self._clock.forget_pause()  # a listener may have drawn the report
 

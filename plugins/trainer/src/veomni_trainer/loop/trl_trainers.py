@@ -31,6 +31,10 @@ class MethodTrainer(JobTrainer):
     def __init__(self, *args: Any, inputs: MethodInputs, **kwargs: Any) -> None:
         self._method_inputs = inputs
         super().__init__(*args, **kwargs)
+        if "ref" in getattr(self.model, "peft_config", {}):
+            # TRL's copy of the adapter as it is now, which is trained already where a run goes on. Without it the
+            # reference is the model without an adapter.
+            self.model.delete_adapter("ref")  # type: ignore[union-attr,operator]
 
     def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
         return {"processing_class": self._method_inputs.tokenizer, "train_dataset": corpus.training}
@@ -48,7 +52,11 @@ class MethodTrainer(JobTrainer):
         """TRL's loss. A row of metrics counts its tokens."""
         if model.training:
             names = ("input_ids", "prompt_ids", "completion_ids", "chosen_input_ids", "rejected_input_ids")
-            self._clock.count(sum(inputs[name].numel() for name in names if name in inputs) * self.args.world_size)
+            shapes = [inputs[name].shape for name in names if name in inputs]
+            tokens = sum(shape.numel() for shape in shapes) * self.args.world_size
+            self._clock.count(tokens)
+            if self._throughput:
+                self._throughput.count(tokens, shapes[0][-1])
         # Past JobTrainer's own, which asks for the model's outputs.
         loss: Any = super(JobTrainer, self).compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         return (loss, {}) if return_outputs else loss
@@ -101,14 +109,6 @@ class SftTrainer(MethodTrainer, trl.SFTTrainer):  # type: ignore[misc,name-defin
 
 class ReferredTrainer(MethodTrainer):
     """A method that holds the model to a reference, which is the model before training."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        adapters = getattr(self.model, "peft_config", {})
-        if "ref" in adapters:
-            # TRL's copy of the adapter as it is now, which is trained already where a run goes on. Without it the
-            # reference is the model without an adapter.
-            self.model.delete_adapter("ref")  # type: ignore[union-attr,operator]
 
     def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
         return super().inputs_of(model, corpus, train) | {"ref_model": self._method_inputs.reference}

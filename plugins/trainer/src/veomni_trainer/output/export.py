@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from veomni_core.errors import CheckpointError, ConfigError, VeOmniError
 from veomni_trainer.output.adapters import adapted_model, copy_adapter, is_adapter, merge_adapter
+from veomni_trainer.output.endings import all_ends, asked, learned_ends
 from veomni_trainer.output.files import publish_folder
 from veomni_trainer.output.shards import is_sharded, reason
 from veomni_trainer.output.trained_sample import Sample, logits_of, read_sample
@@ -93,19 +94,18 @@ def _compared(folder: Path, sample: Sample | None, trust: bool) -> str:
             f"the exported weights compute other logits than the trained model: they differ by {difference:.2g} of "
             f"their size, where rounding makes {most:g} at most. Nothing was written; the checkpoint is whole"
         )
-    return f"the same logits as the trained model's, to {difference:.1g} of their size"
+    return f"the same logits as the trained model's, to {difference:.1g} of their size{asked(model, sample)}"
 
 
 def _ending(folder: Path, sample: Sample | None, trust: bool) -> str:
     """Let the model in ``folder`` end at the tokens that it learned to end with, beside those of the weights before."""
-    counts = dict(sample.ends) if sample else {}
-    total, without = sum(counts.values()), counts.pop(-1, 0)
-    learned = sorted((token for token in counts if counts[token] >= total / 100), key=lambda token: -counts[token])
-    if sample is None or not total:
+    learned, without = learned_ends(sample)
+    if sample is None or not sum(sample.ends.values()):
         return ""
     if not learned:
         return "no document that it learned ends with a token of its own, so it may not stop; "
     if not (folder / _CONFIGS[0]).is_file():
+        GenerationConfig(eos_token_id=learned).save_pretrained(folder)  # for veomni chat; PEFT reads none
         return f"generate with eos_token_id={learned}; "
     config = json.loads((folder / _CONFIGS[0]).read_text(encoding="utf-8"))
     if (folder / _CONFIGS[1]).is_file():
@@ -113,11 +113,8 @@ def _ending(folder: Path, sample: Sample | None, trust: bool) -> str:
     else:
         generation = GenerationConfig.from_dict({"eos_token_id": config.get("eos_token_id")})
     before = generation.eos_token_id
-    known: list[int] = []
-    for each in () if sample.is_new else (before, config.get("eos_token_id")):
-        known += each if isinstance(each, list) else [each] if isinstance(each, int) else []
-    ends = [*dict.fromkeys([*learned, *known])]
-    some = f" ({without / total:.0%} of the documents end without one)" if without else ""
+    ends = all_ends(learned, *(() if sample.is_new else (before, config.get("eos_token_id"))))
+    some = f" ({without:.0%} of the documents end without one)" if without else ""
     said = f"it ends at {', '.join(_names(folder, ends, trust))}{some}; "
     if before in (ends, ends[0] if len(ends) == 1 else ends):
         return said

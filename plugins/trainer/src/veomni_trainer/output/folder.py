@@ -69,6 +69,11 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def profile(self) -> Path:
+        """A trace of a few steps, and a table of where their time went, where the job profiles them."""
+        return self.path / "profile"
+
+    @property
     def staging(self) -> Path:
         """The folder in which checkpoints are written before they are moved to their final path."""
         return self.path / ".incomplete"
@@ -167,6 +172,7 @@ class RunFolder:
         eager = self.compared("eager")
         written = (self.exported / name for name in ("config.json", "adapter_config.json"))
         folders += [self.exported] if any(path.exists() for path in written) else []
+        folders += [self.profile] if (self.profile / "table.json").exists() else []
         return [*files, *folders, *([eager.path] if eager.metrics.exists() else [])]
 
 

@@ -77,6 +77,13 @@ def figures(rows: list[Row]) -> Row:
         return {}
     validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
     bad = bad_steps(rows)
+    used = {
+        name: statistics.median(row[name] for row in warm if name in row)
+        for name in ("tokens_per_second_each", "tflops", "mfu")
+        if any(name in row for row in warm)
+    }
+    before = [0, *(row["step"] for row in train)]
+    seconds = sum(row["step_seconds"] * (row["step"] - last) for row, last in zip(train, before, strict=False))
     learned = [row["learned_tokens"] for row in warm if "learned_tokens" in row]
     return {
         "steps": train[-1]["step"],
@@ -88,5 +95,7 @@ def figures(rows: list[Row]) -> Row:
         "step_seconds_quartiles": quartiles([row["step_seconds"] for row in warm]),
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in warm),
         **({"learned_tokens": statistics.median(learned)} if learned else {}),
+        **used,
+        "training_seconds": seconds,
         "peak_memory_bytes": max(row["peak_memory_bytes"] for row in train),
     }

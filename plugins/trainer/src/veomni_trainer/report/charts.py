@@ -11,7 +11,7 @@ from veomni_trainer.report.drawing import Chart, colour, draw
 from veomni_trainer.report.method_curves import curves_of
 from veomni_trainer.report.series import MANY_STEPS, Points, Series, in_words, smoothed
 
-_WIDTHS = {"eager": 4.0}  # a wide line below the other one, so that both are visible where they coincide
+_DASH = 5.0  # the length of a dash, in widths of the line
 
 
 @dataclass
@@ -44,6 +44,7 @@ def draw_charts(*runs: Series) -> list[Chart]:
     moved = "MB that ranks send each other, per step"
     charts.append(_scaled(_of(shown, "dispatch_bytes", "Token dispatch", moved, 1e-6)))
     charts.append(_step_time(shown))
+    charts.append(_scaled(_of(shown, "tflops", "Arithmetic", "TFLOP/s of each device")))
     charts.append(_scaled(_of(shown, "peak_memory_bytes", "Peak memory", "GB so far", 1e-9)))
     return [_draw(chart) for chart in charts if chart.lines]
 
@@ -91,14 +92,16 @@ def _draw(chart: _Lines) -> Chart:
     from matplotlib.ticker import MaxNLocator
 
     def lines(axes: Any) -> None:
-        # The first run is on top: the others are drawn before it.
-        for run, points in reversed(chart.lines):
-            width = _WIDTHS.get(run.colour, 1.6)
-            style = {"color": colour(run.colour), "solid_capstyle": "round"}
+        # The others are dashes on the first run's line, each in its own place, so that equal curves are all seen.
+        others = len(chart.lines) - 1
+        for number, (run, points) in enumerate(chart.lines):
+            dashes = (number * _DASH, (_DASH, others * _DASH)) if number else "solid"
+            style: dict[str, Any] = {"color": colour(run.colour)}
             if len(points) > MANY_STEPS:
-                axes.plot(*zip(*points, strict=True), linewidth=0.6, alpha=0.35, **style)
+                if not others:  # two faint lines would mix their colours
+                    axes.plot(*zip(*points, strict=True), linewidth=0.6, alpha=0.35, **style)
                 points = smoothed(points)
-            axes.plot(*zip(*points, strict=True), linewidth=width, label=_short(run.label), **style)
+            axes.plot(*zip(*points, strict=True), linewidth=1.8, label=_short(run.label), linestyle=dashes, **style)
         for run, points in chart.validations:
             alone = len(chart.validations) == 1
             own = colour("validation" if alone or run.colour == "mine" else run.colour)

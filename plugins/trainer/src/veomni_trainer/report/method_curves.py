@@ -1,4 +1,4 @@
-"""What a method measures beside its loss: its curves, and what the progress shows, by their names in a row of metrics."""
+"""What a method measures beside its loss: curves, and what the progress shows, by their names in a row of metrics."""
 
 from __future__ import annotations
 

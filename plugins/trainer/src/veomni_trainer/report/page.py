@@ -10,7 +10,7 @@ import jinja2
 
 from veomni_trainer.output.metrics import Row
 from veomni_trainer.report.comparison import comparison_sentence
-from veomni_trainer.report.progress import gigabytes
+from veomni_trainer.report.progress import duration, gigabytes
 
 
 def render(template: str, **values: Any) -> str:
@@ -22,7 +22,7 @@ def render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"gigabytes": gigabytes, "step_time": step_time}
+    environment.filters |= {"gigabytes": gigabytes, "step_time": step_time, "duration": duration}
     environment.globals["comparison_sentence"] = comparison_sentence
     now = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     return environment.get_template(template).render(now=now, **values)

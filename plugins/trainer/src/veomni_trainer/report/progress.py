@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from veomni_core.commands import fit
 from veomni_trainer.output.metrics import Row
 from veomni_trainer.report.method_curves import shown
 
@@ -23,6 +24,7 @@ class Progress:
         self._console = console or Console()
         self._total, self._done = total, done
         self._last_line = 0.0
+        self._began, self._first = time.monotonic(), done
         self._bar: Bar | None = None
 
     @contextmanager
@@ -51,11 +53,19 @@ class Progress:
             now = time.monotonic()
             if now - self._last_line >= _SECONDS_BETWEEN_LINES or row["step"] >= self._total or "loss" not in row:
                 self._last_line = now
-                print(line, flush=True)
+                print(fit(f"{line}{self._left(row['step'], now)}"), flush=True)
         elif "loss" in row:
             self._bar.update(self._task, completed=row["step"], figures=describe(row))
         else:
             self._bar.console.print(line, highlight=False)
+
+    def _left(self, step: int, now: float) -> str:
+        """The time since the start, and about how much is left; in a log, where no bar shows them."""
+        spent, done = now - self._began, step - self._first
+        if done <= 0 or spent < _SECONDS_BETWEEN_LINES:
+            return ""
+        left = spent / done * max(self._total - step, 0)
+        return f"  {duration(spent)}, {duration(left)} left" if left else f"  {duration(spent)}"
 
 
 def describe(row: Row) -> str:
@@ -68,11 +78,27 @@ def describe(row: Row) -> str:
         return f"validation loss {row['validation_loss']:.4f}"
     learned = f"  learned {row['learned_tokens']:,}" if "learned_tokens" in row else ""
     speed = f"{row['tokens_per_second']:,.0f} tok/s"
+    if "tokens_per_second_each" in row:
+        speed += f" ({row['tokens_per_second_each']:,.0f} each)"
+    if "mfu" in row:
+        speed += f"  {row['tflops']:,.0f} TFLOP/s ({row['mfu']:.0%} MFU)"
     method = f"  {figures}" if (figures := shown(row)) else ""
     text = f"loss {row['loss']:.4f}{method}{learned}  {speed}  {gigabytes(row['peak_memory_bytes'])}"
     for key, name in (("expert_load", "experts"), ("rank_load", "ranks")):
         text += f"  {name} {row[key]:.2f}x" if key in row else ""
     return text + (f"  sent {gigabytes(row['dispatch_bytes'])}" if "dispatch_bytes" in row else "")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as ``0:07``, ``12:05`` or ``3:00:01``.
+
+    Example:
+        >>> duration(7.4), duration(725), duration(10801)
+        ('0:07', '12:05', '3:00:01')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def gigabytes(count: float) -> str:

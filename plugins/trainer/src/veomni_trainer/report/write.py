@@ -25,12 +25,13 @@ from veomni_trainer.report.progress import gigabytes
 from veomni_trainer.report.series import Series
 
 
-def write_report(folder: RunFolder, ending: RunEnding | None = None) -> None:
+def write_report(folder: RunFolder, ending: RunEnding | None = None, export: str = "") -> None:
     """Write ``summary.json`` and ``report.html`` from the files in ``folder``, and in ``folder/eager`` if it exists.
 
     Args:
         folder: of a run that has done a step.
         ending: what ended the run, if the caller knows; otherwise what an earlier report says, and the rows.
+        export: what was found of the exported weights; otherwise what an earlier report says.
     """
     eager = folder.compared("eager")
     loads = read_metrics(folder.expert_rows)
@@ -46,11 +47,13 @@ def write_report(folder: RunFolder, ending: RunEnding | None = None) -> None:
         "comparison": comparison.to_dict() if comparison else None,
         "data": data,
         "ending": ended.to_dict(),
+        "export": export or _earlier(folder).get("export", ""),
         "plan_sha256": receipt["plan_sha256"],
         "hardware": receipt["hardware"],
         "versions": _versions(receipt),
     }
     write_whole(folder.summary, to_json(summary, indent=1))
+    table = folder.profile / "table.json"
     charts = draw_charts(Series("this job", "mine", rows), Series("all eager", "eager", eager_rows))
     page = render(
         "report.html.j2",
@@ -59,6 +62,8 @@ def write_report(folder: RunFolder, ending: RunEnding | None = None) -> None:
         run=summary["run"],
         eager=summary["eager"],
         comparison=comparison,
+        export=summary["export"],
+        profile=json.loads(table.read_text(encoding="utf-8")) if table.exists() else None,
         data=data,
         charts=[*charts, *([draw_loads(loads)] if loads else [])],
         receipt=receipt,
@@ -108,11 +113,14 @@ def _dtype(receipt: dict[str, Any], job: str) -> str:
 
 def _known_ending(folder: RunFolder) -> RunEnding:
     """What the last report says of the run's end. One that was written while it ran says nothing of that."""
-    if folder.summary.exists():
-        found = json.loads(folder.summary.read_text(encoding="utf-8")).get("ending")
-        if found and found["state"] != "running":
-            return RunEnding(**found)
-    return RunEnding("unfinished")
+    found = _earlier(folder).get("ending")
+    return RunEnding(**found) if found and found["state"] != "running" else RunEnding("unfinished")
+
+
+def _earlier(folder: RunFolder) -> dict[str, Any]:
+    """The summary that an earlier report wrote."""
+    found: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.exists() else {}
+    return found
 
 
 def _complete(ending: RunEnding, rows: list[Row], job: str) -> RunEnding:

@@ -63,4 +63,6 @@ def check_loaded(job: Job, hardware: Hardware) -> JobConditions:
         require_trl(f"train.method: {job.train.method}")
     tokenizer = job_tokenizer(job)
     check_model(job, tokenizer)
-    return replace(conditions(job), vocabulary=model_config(job, tokenizer).get_text_config().vocab_size)
+    config = model_config(job, tokenizer)
+    architecture = (config.architectures or [None])[0] if job.train.scores_sequences else None
+    return replace(conditions(job), vocabulary=config.get_text_config().vocab_size, architecture=architecture)

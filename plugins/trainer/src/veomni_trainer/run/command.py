@@ -115,9 +115,12 @@ def export(
     ] = False,
 ) -> None:
     """Write a checkpoint's weights as a plain folder of safetensors, which from_pretrained loads."""
+    from transformers.utils import logging
+
     from veomni_trainer.output.export import export_checkpoint
     from veomni_trainer.output.folder import RunFolder
 
+    logging.disable_progress_bar()
     run = RunFolder(source)
     checkpoint = run.last_checkpoint()[1] if run.checkpoints() else source
     said = export_checkpoint(checkpoint, folder, trust_remote_code, merge)

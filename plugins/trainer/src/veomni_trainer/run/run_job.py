@@ -156,6 +156,7 @@ class _Run:
         """Export the weights if the run has all of them, and write the report."""
         job, folder = self.job, self.folder
         state: State = "diverged" if ending.bad_step else "interrupted" if ending.interrupted else "complete"
+        said = ""
         with naming_failed_writes(folder.path):
             if job.train.export and not stopped:
                 shutil.rmtree(folder.exported, ignore_errors=True)  # of the same run, before it was resumed
@@ -163,7 +164,7 @@ class _Run:
                 last = folder.last_checkpoint()[1]
                 said = export_checkpoint(last, folder.exported, job.model.trust_remote_code, merges)
                 print(f"weights: {folder.exported}: {said}", flush=True)
-            write_report(folder, RunEnding(state, ending.bad_step))
+            write_report(folder, RunEnding(state, ending.bad_step), said)
         print_once(describe_run(folder))
 
 

@@ -18,6 +18,8 @@ from veomni_trainer.loop.early_stop import EarlyStop
 from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.interrupt import InterruptCallback
 from veomni_trainer.loop.methods import trainer_of
+from veomni_trainer.loop.profiled_steps import ProfiledSteps
+from veomni_trainer.loop.throughput import Throughput, peak_of
 from veomni_trainer.loop.trackers import Trackers
 from veomni_trainer.loop.trainer import JobTrainer
 from veomni_trainer.output.disk import free_bytes, write_failure
@@ -27,6 +29,8 @@ from veomni_trainer.run.record import RunRecord
 from veomni_trainer.run.shadowed_steps import ShadowedSteps
 from veomni_trainer.run.start import Start
 from veomni_trainer.setup.disk_space import checkpoint_bytes, describe_disk_space
+from veomni_trainer.setup.model import conditions
+from veomni_trainer.setup.precision import weights_dtype
 
 _NORMS = ("rms_norm", "rms_norm_gated")
 
@@ -75,7 +79,9 @@ def fit(start: Start, compared: bool = False, turns: AlternatingSteps | None = N
         shutil.rmtree(folder.staging, ignore_errors=True)
     try:
         early = [EarlyStop(train)] if train.early_stop else []
-        beside = [ShadowedSteps(start.base, train.shadow, loads)] if train.shadow else []
+        beside: list[Any] = [ShadowedSteps(start.base, train.shadow, loads)] if train.shadow else []
+        if train.profile:
+            beside.append(ProfiledSteps(start.base, train.profile, folder.profile, print_once))
         callbacks = [*beside, record, trackers, interrupt, *early, saver, *([turns] if turns else [])]
         trainer = _trainer(start, record.on_row, callbacks, loads)
         if turns:
@@ -106,7 +112,11 @@ def _trainer(start: Start, on_row: Any, callbacks: list[Any], loads: ExpertLoads
     train = start.job.train
     ops = (op for op in start.binding.plan.ops if op.op_name in _NORMS)
     norms = [start.base.get_submodule(each.site.path) for op in ops for each in op.sites if each.site.variant]
-    given = start.model, start.arguments, start.corpus, on_row, callbacks, train, loads, norms
+    dtype = conditions(start.job).autocast or weights_dtype(start.job)
+    peak = peak_of(start.arguments.device, str(dtype).removeprefix("torch."))
+    counted = peak is not None and train.method in ("pretrain", "sft", "classify") and train.ep_size == 1
+    whole = Throughput(start.base, peak or 0.0, start.arguments.world_size, start.job.data.packing) if counted else None
+    given = start.model, start.arguments, start.corpus, on_row, callbacks, train, loads, norms, whole
     if start.inputs is None:
         return JobTrainer(*given)
     return trainer_of(train.method)(*given, inputs=start.inputs)

@@ -32,8 +32,8 @@ def check_causal(skeleton: Any) -> None:
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     listed = (causal, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type))
     what_to_do = (
-        "To train scores of whole texts on it, write train.method: reward or classify; models that fill in masked words "
-        "or label tokens can't be trained"
+        "To train scores of whole texts, write train.method: reward or classify; models that fill in masked words or "
+        "label tokens can't be trained"
     )
     if causal and causal != kind:
         what_to_do = f"If the weights have such a head, write architectures: [{causal}] into their config. {what_to_do}"

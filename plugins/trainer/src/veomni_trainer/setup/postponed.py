@@ -8,6 +8,7 @@ bitsandbytes imports torch's compiler, and on some processors it warns that a re
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,8 @@ def postpone_bitsandbytes(job: Job) -> None:
     """
     if job.lora is None:
         postpone("bitsandbytes")
+    else:  # it warns that a repository of kernels isn't reached, which is none that a job would use
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def postpone(name: str) -> None:

@@ -55,6 +55,8 @@ class CheckedJob:
         config = load_model_config(section.source, trust_remote_code=trusted)
         if self.conditions.vocabulary is not None:
             config.get_text_config().vocab_size = self.conditions.vocabulary
+        if self.conditions.architecture is not None:
+            config.architectures = [self.conditions.architecture]
         return build_skeleton(config, torch_dtype=dtype, trust_remote_code=trusted)
 
     def plan(self) -> Plan:
