@@ -25,6 +25,7 @@ from veomni_core.errors import ConfigError, HostError, JobFileError
 from veomni_trainer.data.corpus import read_corpus
 from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.data_section import DataSection
+from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.run.check import check_job
 from veomni_trainer.run.dry_run import dry_run
 from veomni_trainer.run.pinned_job import pinned_job
@@ -101,6 +102,18 @@ def test_a_resumed_run_keeps_its_commits(
     assert losses(run) == whole
     with pytest.raises(ConfigError, match=r"model\.revision: not there -> main \(another commit"):
         train(hub_job | lora, "model.revision=main", "train.steps=6", resume=True)
+
+
+def test_an_adapter_names_its_base_on_the_hub_and_is_merged_into_it(
+    hub_job: dict[str, Any], hub: HubCache, train: Train, run: Path, tmp_path: Path
+) -> None:
+    train(hub_job | {"lora": {"rank": 2}}, "train.export=merged", "train.save_every=4")
+    adapter = json.loads((run / "checkpoint-4" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert (adapter["base_model_name_or_path"], adapter["revision"]) == ("acme/tiny", COMMIT)
+    _moved(hub, tmp_path / "moved")
+    export_checkpoint(run / "checkpoint-4", tmp_path / "again", False, True)
+    merged = [load_file(folder / "model.safetensors") for folder in (run / "model", tmp_path / "again")]
+    assert all(torch.equal(each, merged[1][name]) for name, each in merged[0].items())
 
 
 def test_ids_are_pinned_at_their_revision(

@@ -1,7 +1,7 @@
 """Sequences of documents that are tokenized while the model trains, for what fits neither memory nor disk.
 
-Files are read by :mod:`~veomni_trainer.data.read`, and the Hub's data sets by ``datasets``. Drawing and shuffling are done
-here: ``interleave_datasets`` would turn each sequence into Arrow and back into lists, which takes ten times as long.
+Data sets of the Hub are streamed by ``datasets``. Drawing and shuffling are done here: ``interleave_datasets`` would turn
+each sequence into Arrow and back into lists, which takes ten times as long.
 """
 
 from __future__ import annotations
