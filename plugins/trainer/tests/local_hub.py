@@ -9,6 +9,8 @@ from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
+from urllib.parse import parse_qs
 
 
 class LocalHub:
@@ -20,8 +22,10 @@ class LocalHub:
         downloads: the names of files, once for each download.
     """
 
-    def __init__(self, identifier: str, folder: Path, commits: dict[str, str]) -> None:
+    def __init__(self, identifier: str, folder: Path, commits: dict[str, str], kind: str = "model") -> None:
         self.identifier, self.folder, self.commits = identifier, folder, commits
+        self.api = f"api/{kind}s/{identifier}"
+        self.files = identifier if kind == "model" else f"{kind}s/{identifier}"
         self.downloads: list[str] = []
         self.url = ""
 
@@ -50,29 +54,42 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
+    def do_POST(self) -> None:
+        """Which of some paths there are."""
+        length = int(self.headers["Content-Length"])
+        body = parse_qs(self.rfile.read(length).decode()) if length else {}
+        names = [each.strip("/") for each in body.get("paths", ())]
+        self._send(json.dumps([each for each in self._tree() if each["path"] in names]).encode())
+
     def _answer(self) -> None:
         hub, path = self.hub, self.path.partition("?")[0].strip("/")
-        files = [each for each in sorted(hub.folder.iterdir()) if each.is_file()]
         name = path.rpartition("/")[2]
-        if path.startswith(f"api/models/{hub.identifier}/tree/"):
-            tree = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": _oid(f)} for f in files]
-            self._send(json.dumps(tree).encode())
-        elif path.startswith(f"api/models/{hub.identifier}/revision/") and name in hub.commits:
-            self._send(json.dumps({"id": hub.identifier, "sha": hub.commits[name], "siblings": []}).encode())
-        elif path.startswith(f"{hub.identifier}/resolve/") and (file := hub.folder / name) in files:
+        if path.startswith(f"{hub.api}/tree/"):
+            self._send(json.dumps(self._tree()).encode())
+        elif path.startswith(f"{hub.api}/revision/") and name in {*hub.commits, *hub.commits.values()}:
+            commit = hub.commits.get(name, name)
+            siblings = [{"rfilename": each["path"]} for each in self._tree()]
+            self._send(json.dumps({"id": hub.identifier, "sha": commit, "siblings": siblings}).encode())
+        elif path.startswith(f"{hub.files}/resolve/") and (file := hub.folder / name).is_file():
             if self.command == "GET":
                 hub.downloads.append(name)
-            self._send(file.read_bytes(), {"ETag": f'"{_oid(file)}"', "X-Repo-Commit": path.split("/")[3]})
+            commit = path.removeprefix(f"{hub.files}/resolve/").partition("/")[0]
+            self._send(file.read_bytes(), {"ETag": f'"{_oid(file)}"', "X-Repo-Commit": commit})
         else:
-            what = "RevisionNotFound" if path.startswith(f"api/models/{hub.identifier}/") else "RepoNotFound"
+            what = "RepoNotFound" if not path.startswith((hub.api, hub.files)) else "EntryNotFound"
+            what = "RevisionNotFound" if path.startswith(f"{hub.api}/revision/") else what
             self._send(b"{}", {"X-Error-Code": what}, 404)
+
+    def _tree(self) -> list[dict[str, Any]]:
+        files = sorted(each for each in self.hub.folder.iterdir() if each.is_file())
+        return [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": _oid(f)} for f in files]
 
     def _send(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
         self.send_response(status)
         for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(key, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
 

@@ -104,6 +104,7 @@ def test_a_resumed_run_keeps_its_commits(
         train(hub_job | lora, "model.revision=main", "train.steps=6", resume=True)
 
 
+@pytest.mark.thorough
 def test_an_adapter_names_its_base_on_the_hub_and_is_merged_into_it(
     hub_job: dict[str, Any], hub: HubCache, train: Train, run: Path, tmp_path: Path
 ) -> None:
@@ -223,6 +224,36 @@ def test_a_cache_without_weights_is_named_before_training(hub: HubCache, hub_job
     (hub.folder / "models--acme--tiny" / "snapshots" / COMMIT / "model.safetensors").unlink()
     with pytest.raises(HostError, match=r"has no weights \(\*\.safetensors\) of acme/tiny"):
         train(hub_job)
+
+
+READ = """
+import sys
+from veomni_trainer.data.corpus import read_corpus
+from veomni_trainer.data.tokens import load_tokenizer
+from veomni_trainer.job.data_section import DataSection
+keys = {"split": "train", "sequence_length": 16, "cache": False, "streaming": sys.argv[1] == "stream"}
+corpus = read_corpus(DataSection(files="acme/rows", **keys), load_tokenizer("bytes"))
+print(corpus.describe(), next(iter(corpus.training))["input_ids"].shape)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["stored", "stream"])
+def test_a_data_set_comes_from_the_hub(hub: HubCache, tmp_path: Path, how: str) -> None:
+    server = LocalHub("acme/rows", tmp_path / "rows", {"main": COMMIT}, "dataset")
+    with server.serving():
+        environment = {
+            **os.environ,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_ENDPOINT": server.url,
+            "HF_HUB_OFFLINE": "0",
+        }
+        result = subprocess.run(
+            [sys.executable, "-c", READ, how], env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+    assert result.returncode == 0, result.stderr
+    assert ("torch.Size" in result.stdout) and ("30 documents" in result.stdout or how == "stream")
+    assert server.downloads.count("train.jsonl") == 1 or how == "stream"
 
 
 DOWNLOAD = """

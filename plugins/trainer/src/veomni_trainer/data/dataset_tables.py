@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,10 @@ def open_table(path: Path, file_format: str, source: Source, streaming: bool) ->
     Where it is ``streaming``, a data set of the Hub is read from there, and not downloaded first.
     """
     if file_format == DATASET:
-        return DatasetTable(
-            lambda names: _chosen(_split(datasets.load_from_disk(str(path)), source.split), names), "a saved dataset"
-        )
+        saved = cache(lambda: _split(datasets.load_from_disk(str(path)), source.split))
+        return DatasetTable(lambda names: _chosen(saved(), names), "a saved dataset")
     if file_format == HUB:
-        load = partial(_from_hub, str(path), source, streaming)
+        load = cache(partial(_from_hub, str(path), source, streaming))
         return DatasetTable(lambda names: _chosen(load(), names), "a data set that can be read")
     return DatasetTable(lambda names: _file(path, file_format, names), file_format)
 

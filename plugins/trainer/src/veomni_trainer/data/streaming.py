@@ -1,6 +1,6 @@
 """Sequences of documents that are tokenized while the model trains, for what fits neither memory nor disk.
 
-Data sets of the Hub are streamed by ``datasets``. Drawing and shuffling are done here: ``interleave_datasets`` would turn
+Data sets of the Hub are streamed by ``datasets``. Drawing and shuffling are done here: ``interleave_datasets`` turns
 each sequence into Arrow and back into lists, which takes ten times as long.
 """
 
