@@ -55,8 +55,7 @@ class PromptReader:
             return _shared(answers)
         if isinstance(prompt, list) or list in kinds:
             prompt = prompt if isinstance(prompt, list) else self._asked(row, prompt)
-            turns_of = {name: _as_turns(each) for name, each in answers.items()}
-            return prompt, turns_of
+            return prompt, {name: _as_turns(each) for name, each in answers.items()}
         return prompt, answers
 
     def prompt(self, row: Row) -> Said:
@@ -165,7 +164,7 @@ def _as_turns(said: Said) -> list[Message]:
 
 def _shared(answers: Mapping[str, Said]) -> tuple[Said, dict[str, Said]]:
     """The prompt with which a chosen and a rejected answer begin, as TRL finds it, and what is left of the two."""
-    from trl import extract_prompt
+    from trl.data_utils import extract_prompt
 
     found: Any = extract_prompt(dict(answers))
     prompt = found.pop("prompt")

@@ -80,8 +80,8 @@ class DataSection(ReadingKeys, SequenceKeys):
         if self.sources == []:
             raise ValueError("sources is an empty list; name at least one source, with its files")
         ways = ("validation_files", "validation_split", "validation_fraction")
-        if len(given := [way for way in ways if getattr(self, way)]) > 1:
-            raise ValueError(f"{' and '.join(given)} both say what to validate on; remove one of the two")
+        if len(set_ := [way for way in ways if getattr(self, way)]) > 1:
+            raise ValueError(f"{' and '.join(set_)} both say what to validate on; remove one of the two")
         if self.validation_split and (self.files is None or self.validation_split == self.split):
             raise ValueError("validation_split is another split of data.files than data.split; name validation_files")
         if self.streaming and self.validation_fraction:

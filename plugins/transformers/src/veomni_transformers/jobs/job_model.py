@@ -68,7 +68,7 @@ class ModelSection:
         from veomni_transformers.jobs.hub_snapshots import is_hub_id, pinned
 
         names = {"config": self.config, "weights": self.weights}
-        changes = {
+        changes: dict[str, Any] = {
             key: pinned(f"model.{key}", str(name), self.revision, known=known)
             for key, name in names.items()
             if is_hub_id(name)
@@ -87,7 +87,7 @@ class ModelSection:
         """
         from veomni_transformers.jobs.hub_snapshots import is_hub_id, snapshot
 
-        changes = {}
+        changes: dict[str, Any] = {}
         if is_hub_id(self.config):
             changes["config"] = str(snapshot("model.config", str(self.config), self.revision))
         if is_hub_id(self.weights):
