@@ -20,7 +20,7 @@ from huggingface_hub import constants
 from local_hub import LocalHub
 from safetensors.torch import load_file, save_file
 
-from veomni_core import Hardware
+from veomni_core import Hardware, build_foundation_model
 from veomni_core.errors import ConfigError, HostError, JobFileError
 from veomni_trainer.data.corpus import read_corpus
 from veomni_trainer.data.tokens import load_tokenizer
@@ -282,3 +282,17 @@ def test_processes_download_once_and_a_cache_serves_without_a_connection(tmp_pat
         before = len(hub.downloads)
     assert start("main").communicate(timeout=120)[0].strip() == ends[0][0].strip()
     assert len(hub.downloads) == before
+
+
+def test_a_model_is_built_from_an_id_in_python(hub: HubCache, pretrained: Path) -> None:
+    model = build_foundation_model(
+        str(pretrained / "llama"),
+        "acme/tiny",
+        ops_implementation={"preset": "eager"},
+        torch_dtype="float32",
+        init_device="cpu",
+    )
+    assert torch.equal(
+        model.state_dict()["model.norm.weight"],
+        load_file(pretrained / "llama" / "model.safetensors")["model.norm.weight"],
+    )

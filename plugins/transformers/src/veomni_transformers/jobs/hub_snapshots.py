@@ -23,8 +23,10 @@ from huggingface_hub.errors import (
 from veomni_core.errors import HostError, JobFileError, suggest
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
-_FILES = (".arrow", ".bz2", ".csv", ".feather", ".gz", ".json", ".jsonl", ".md", ".ndjson", ".parquet", ".py")
-_FILES += (".safetensors", ".tsv", ".txt", ".yaml", ".yml", ".zst")
+_FILES = (
+    *(".arrow", ".bz2", ".csv", ".feather", ".gz", ".json", ".jsonl", ".md", ".ndjson", ".parquet", ".py"),
+    *(".safetensors", ".tsv", ".txt", ".yaml", ".yml", ".zst"),
+)
 _WITHOUT_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 _KINDS = {"model": _WITHOUT_WEIGHTS, "dataset": ("README.md",)}
 # Copies of the same weights for other programs.

@@ -135,7 +135,7 @@ def read_model_section(value: Any) -> ModelSection:
                 problems[f"model.{key}"] = f"must be {wanted}, got {shown(item)}{_hint(name, item)}"
     if section.get("config") is None and section.get("weights") is None:
         problems["model"] = (
-            "needs config (a mapping with model_type, a path, or a Hub id), or weights (a folder, or a Hub id)"
+            "needs config (a mapping with model_type, a path, or a Hub id), or weights (a folder or a Hub id)"
         )
     if problems:
         raise ModelSectionError(problems)
