@@ -185,7 +185,7 @@ def test_a_data_set_may_have_subsets_and_is_read_as_files_are(hub: HubCache, tmp
         (
             "data={files: text, subset: a, sequence_length: 8}",
             JobFileError,
-            "no data set of the Hub, which data.subset is",
+            "no data set of the Hub, and data.subset is",
         ),
         (
             "model={config: {model_type: llama}, revision: v2, ops_implementation: {preset: eager}}",

@@ -94,11 +94,8 @@ class DocumentRows:
         chats = Chats(tokenizer.chats, loss_on, self._reading.not_rendered) if tokenizer.chats else None
         if messages is None:
             return lambda row: _pair(row, prompts, chats, tools, loss_on)
-        if chats is None:
-            raise Unreadable(
-                f"holds chats (in column {messages!r}), and the tokenizer has no chat template. Write "
-                "data.chat_template, or a data.tokenizer that has one"
-            )
+        prompts.check_template(messages)
+        assert chats is not None
         system = columns.system or ""
         return lambda row: chats.example(
             with_system(read_messages(value_of(row, messages)), text_of(row, system) if row.get(system) else ""),

@@ -74,7 +74,7 @@ class PromptReader:
         elif more:
             said = f"{said}\n\n{more}"
         if self.form == "chat":
-            self._check_template(name)
+            self.check_template(name)
             return self._asked(row, said)
         if _optional(row, self._columns.system):
             raise BadLine(
@@ -113,10 +113,11 @@ class PromptReader:
         return self._turns(value, name, learned)
 
     def _turns(self, value: Any, name: str, learned: bool) -> list[Message]:
-        self._check_template(name)
+        self.check_template(name)
         return read_messages(value, learned)
 
-    def _check_template(self, name: str) -> None:
+    def check_template(self, name: str) -> None:
+        """Raise Unreadable if the turns in the column ``name`` can't be rendered."""
         if not self._has_template:
             raise Unreadable(
                 f"holds chats (in column {name!r}), and the tokenizer has no chat template. Write data.chat_template, "

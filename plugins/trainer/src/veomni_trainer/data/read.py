@@ -18,6 +18,13 @@ from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.source_keys import Source
 
 _EXAMPLES, _CHARACTERS = 512, 1_000_000  # of a batch that is tokenized at once: whichever is reached first
+_KEYS = (  # for which formats (or, of columns, for which not), what that is called, and what else to do
+    ("split", (DATASET, HUB), "folders of save_to_disk and data sets of the Hub", ", and choose files by data.pattern"),
+    ("subset", (HUB,), "those", ""),
+    ("revision", (HUB,), "those", ""),
+    ("separator", ("csv", "tsv"), "CSV", ""),
+    ("columns", (TEXT,), "tables", ", or write data.format"),
+)
 Item = TypeVar("Item")
 
 
@@ -117,25 +124,12 @@ class _SourceReader:
 
     def _check_keys(self, file: FoundFile) -> None:
         """Refuse keys that say nothing of a file of this format."""
-        source, path = self._source, file.path
-        hub_alone = [key for key in ("subset", "revision") if getattr(source, key) and file.format != HUB]
-        if source.split is not None and file.format not in (DATASET, HUB):
-            raise JobFileError(
-                f"{self._reading.key}: {path} is {file.format}, and data.split is for folders of save_to_disk and data "
-                "sets of the Hub. Remove it, and choose files by data.pattern"
-            )
-        if hub_alone:
-            raise JobFileError(
-                f"{self._reading.key}: {path} is no data set of the Hub, which data.{hub_alone[0]} is for. Remove it"
-            )
-        if source.separator is not None and file.format not in ("csv", "tsv"):
-            raise JobFileError(
-                f"{self._reading.key}: {path} is {file.format}, and data.separator is for CSV. Remove it"
-            )
-        if source.columns is not None and file.format == TEXT:
-            raise JobFileError(
-                f"{self._reading.key}: {path} is text, and data.columns is for tables. Remove it, or write data.format"
-            )
+        for key, formats, purpose, instead in _KEYS:
+            if getattr(self._source, key) is not None and (file.format in formats) == (key == "columns"):
+                is_ = "no data set of the Hub" if formats == (HUB,) else file.format
+                raise JobFileError(
+                    f"{self._reading.key}: {file.path} is {is_}, and data.{key} is for {purpose}. Remove it{instead}"
+                )
 
     def _file(self, file: FoundFile) -> Iterator[Any]:
         if file.format is None:
