@@ -81,6 +81,13 @@ SHAREGPT = [
         (ALPACA, {"prompt_format": "alpaca"}, f"{HEADED}3<|im_end|>", "3<|im_end|>"),
         (ALPACA, {"prompt_format": "text"}, "Add.\n\n1 23<|im_end|>", "3<|im_end|>"),
         ({**ALPACA, "input": "", "system": "Be brief."}, {}, None, f"3{END}"),
+        ({"instruction": "Add.", "context": "1 2", "response": "3"}, {}, SAID, f"3{END}"),
+        (
+            {"question": "Who?", "response": "the fox", "system_prompt": "Be brief."},
+            {},
+            turns(BRIEF, USER, BOT),
+            f"the fox{END}",
+        ),
         ({"input": "Who? ", "output": "me"}, {}, "Who? me<|im_end|>", "me<|im_end|>"),
         ({"question": "Who? ", "answer": "me"}, {}, "Who? me<|im_end|>", "me<|im_end|>"),
         ({"prompt": "Who?", "completion": "the fox"}, {"prompt_format": "chat"}, turns(USER, BOT), f"the fox{END}"),
@@ -123,6 +130,11 @@ def test_alpaca_has_headings_without_a_template_and_says_so(jsonl: Write) -> Non
     )
 
 
+def test_the_whole_row_as_text_is_left_out(jsonl: Write, with_template: str) -> None:
+    found, reading = documents(jsonl({**ALPACA, "text": "Below is an instruction"}), with_template)
+    assert found[0][0] == SAID and reading.unused == ["text"]
+
+
 @pytest.mark.parametrize(
     ("row", "keys", "says"),
     [
@@ -131,7 +143,13 @@ def test_alpaca_has_headings_without_a_template_and_says_so(jsonl: Write) -> Non
         ({"prompt": "a", "instruction": "b", "completion": "c"}, {}, "several ways"),
         ({"text": "a", "input_ids": [1]}, {}, "several ways"),
         ({"input_ids": [1], "labels": [1], "loss_mask": [1]}, {}, "several ways"),
-        ({"prompt": "a", "completion": "b", "system": "c"}, {}, "'system' is not empty"),
+        ({"prompt": "a", "completion": "b", "system": "c"}, {"prompt_format": "text"}, "'system' is not empty"),
+        ({"prompt": "a", "completion": "b", "context": "c", "input": "d"}, {}, "'context' belongs to the prompt"),
+        (
+            {"question": "a", "answer": "b", "system_prompt": "c"},
+            {"columns": {"prompt": "question", "completion": "answer"}},
+            "'system_prompt' belongs to the prompt",
+        ),
         ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, {}, "texts have no place for tools"),
         ({"messages": [BRIEF, USER, BOT], "system": "Be long."}, {}, "another one among the turns"),
         ({"messages": [{"from": "function_call", "value": "f("}, {"from": "gpt", "value": "x"}]}, {}, "are not JSON"),

@@ -13,7 +13,8 @@ _PROMPTS = ("prompt", "instruction", "question")
 _COMPLETIONS = ("completion", "response", "output", "answer")
 _LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 _NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
-_BESIDE_PROMPTS = ("label", "input", "history")
+_INPUTS, _SYSTEMS = ("input", "context"), ("system", "system_prompt")
+_BESIDE_PROMPTS = ("label", "history", *_INPUTS, *_SYSTEMS)
 
 
 def find_columns(columns: Mapping[str, str], may_have_more: bool) -> Columns:
@@ -44,7 +45,7 @@ def find_columns(columns: Mapping[str, str], may_have_more: bool) -> Columns:
         ]
         if not chats:
             ways += [each for each in pair if {columns[str(each.prompt)], columns[str(each.completion)]} == {TEXT}]
-    if not chats and "text" in columns:
+    if not chats and "text" in columns and "instruction" not in {each.prompt for each in ways}:  # the row as one text
         ways += [Columns(text="text")]
     if not chats and columns.get("input_ids") == LIST:
         ways += [_tokens(columns)]
@@ -108,8 +109,11 @@ def check_unread(row: Row, columns: Columns) -> None:
                 "column 'label' says that the completion is not wanted, and all completions are learned; "
                 "train.method: kto learns from such rows"
             )
-        if name in ("input", "history") and value:
-            raise BadLine(f"column {name!r} belongs to the prompt and is not read; join it to the column of the prompt")
+        if name in _BESIDE_PROMPTS and name != "label" and value:
+            raise BadLine(
+                f"column {name!r} belongs to the prompt and is not read; join it to the column of the prompt, or name "
+                "it as data.columns.input (or system)"
+            )
 
 
 def check_columns(names: Collection[str], there: Mapping[str, str]) -> None:
@@ -144,7 +148,8 @@ def describe(columns: Columns, loss_on: str, form: str = "text") -> str:
 
 def _beside(columns: Mapping[str, str], may_have_more: bool) -> dict[str, str | None]:
     """The columns of what may go with a prompt. Tools may come in later rows."""
-    found = {name: name if columns.get(name) == TEXT else None for name in ("input", "system")}
+    ways = {"input": _INPUTS, "system": _SYSTEMS}
+    found = {kind: next(iter(_of(columns, names, TEXT)), None) for kind, names in ways.items()}
     return {**found, "tools": "tools" if may_have_more or "tools" in columns else None}
 
 

@@ -19,13 +19,14 @@ class PromptReader:
 
     Args:
         columns: which columns hold them.
-        form: how a prompt of text is written: ``text``, ``chat`` or ``alpaca``. Without it, rows with instructions are
-            chats, or have Alpaca's headings where there is no chat template; others are left as they are.
+        form: how a prompt of text is written: ``text``, ``chat`` or ``alpaca``. Without it, rows with instructions,
+            inputs or system prompts are chats, or have Alpaca's headings without a chat template; others stay as they
+            are.
         has_template: whether the tokenizer can render chats.
     """
 
     def __init__(self, columns: Columns, form: str | None, has_template: bool) -> None:
-        instructs = columns.input is not None or columns.prompt == "instruction"
+        instructs = columns.prompt == "instruction" or bool(columns.input or columns.system)
         self.form = form or (("chat" if has_template else "alpaca") if instructs else "text")
         self._columns, self._has_template = columns, has_template
 

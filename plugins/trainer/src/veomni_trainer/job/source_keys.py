@@ -106,7 +106,8 @@ class ReadingKeys(Section):
     prompt_format: Literal["text", "chat", "alpaca"] | None = None
     """How a prompt of text is written: as it is, as the user's turn of a chat, or under Alpaca's headings.
 
-    By default as it is; with an ``instruction`` or an ``input`` as a chat, or under headings without a chat template.
+    By default as it is; with an ``instruction``, an ``input`` or a ``system`` prompt as a chat, or under headings where
+    there is no chat template.
     """
     loss_on: Literal["assistant", "all"] = "assistant"
     """Of chats and pairs: whether only the assistant's turns (the completion) are learned, or everything."""
