@@ -88,7 +88,7 @@ def _zip(path: Path) -> None:
 _GOOD = [{"text": f"line {number}"} for number in range(1, 7)]
 _SKIP = ". Correct it, or write data.bad_lines: skip to leave such lines out"
 _NEITHER = ": neither text nor a table. If it is one, write data.format"
-_WRITE = ". Write data.columns: {text: NAME}, {messages: NAME} or {prompt: NAME, completion: NAME}"
+_WRITE = ". Write data.columns: {text: NAME}, {messages: NAME}, {input_ids: NAME} or {prompt: NAME, completion: NAME}"
 
 BAD_FILES = {
     "a broken line": BadFile(
@@ -238,7 +238,7 @@ BAD_FILES = {
         ", line 1: the arguments of a call in turn 1 are not JSON: '{' (text)" + _SKIP,
     ),
     "an empty completion": BadFile(
-        "a.jsonl", _lines({"prompt": "a", "completion": ""}), ", line 1: an empty completion" + _SKIP
+        "a.jsonl", _lines({"prompt": "a", "completion": ""}), ", line 1: column 'completion' is empty" + _SKIP
     ),
     "a record that is too short": BadFile(
         "a.csv", b"id,text\n1,a\n2\n", ", line 3: 1 values, and the header has 2" + _SKIP
@@ -256,7 +256,8 @@ BAD_FILES = {
     "a split of JSON lines": BadFile(
         "a.jsonl",
         _lines(*_GOOD),
-        " is jsonl, and data.split is for folders of save_to_disk. Remove it, and choose files by data.pattern",
+        " is jsonl, and data.split is for folders of save_to_disk and data sets of the Hub. Remove it, and choose "
+        "files by data.pattern",
         {"split": "train"},
     ),
     "columns of a text": BadFile(

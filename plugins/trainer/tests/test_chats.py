@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from veomni_core.errors import JobFileError
 from veomni_trainer.data.chat import Chats
 from veomni_trainer.data.documents import Document
+from veomni_trainer.data.messages import read_messages
 from veomni_trainer.data.reading import BadLine, Unreadable
 from veomni_trainer.data.tokens import PretrainedTokenizer, load_tokenizer
 
@@ -38,7 +39,9 @@ def _turns(*turns: tuple[str, str]) -> list[dict[str, Any]]:
 
 
 def _document(tokenizer: PreTrainedTokenizerFast, chat: Any, tools: Any = None, loss_on: Any = ASSISTANT) -> Document:
-    (document,) = PretrainedTokenizer(tokenizer, end=0).encode([Chats(tokenizer, loss_on).example(chat, tools)])
+    (document,) = PretrainedTokenizer(tokenizer, end=0).encode(
+        [Chats(tokenizer, loss_on).example(read_messages(chat), tools)]
+    )
     return document
 
 

@@ -117,8 +117,11 @@ def test_a_wrong_key_or_value_is_named(
             {"files": "a", "format": "xml"},
             "data.format: must be 'text', 'jsonl', 'json', 'csv', 'tsv', 'par",
         ),
-        ({"files": "a", "columns": {}}, "data.columns: names none; name text, or messages, or prompt and completion"),
-        ({"files": "a", "columns": {"prompt": "a"}}, "data.columns: prompt and completion belong together; name both"),
+        (
+            {"files": "a", "columns": {}},
+            "data.columns: names none; name text, or messages, or prompt and completion, or",
+        ),
+        ({"files": "a", "columns": {"chosen": "a"}}, "data.columns: chosen and rejected belong together; name both"),
         (
             {"files": "a", "columns": {"text": "a", "tools": "b"}},
             "data.columns: tools are those of a chat; name",

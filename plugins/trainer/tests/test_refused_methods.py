@@ -67,7 +67,7 @@ REFUSED: list[tuple[str, list[str], dict[str, str], type[VeOmniError], list[str]
     (
         "dpo",
         [],
-        {"pairs/capitals.jsonl": json.dumps({**PAIR, "prompt": [{"role": "user", "content": "a"}]})},
+        {"pairs/capitals.jsonl": json.dumps({**PAIR, "chosen": [{"role": "assistant", "content": "a"}]})},
         JobFileError,
         ["must all be text, or all be chats"],
     ),

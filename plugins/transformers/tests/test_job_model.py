@@ -55,7 +55,8 @@ def test_paths_are_looked_up_beside_the_job_then_in_the_working_directory_and_el
         (
             {"model": {"dtype": "fp8"}},
             "job.yaml: 2 problems\n  - model.dtype: must be 'float32', 'bfloat16' or 'float16', got 'fp8' (text)\n"
-            "  - model: needs config (a mapping with model_type, a path, or a Hub id), or weights (a folder)",
+            "  - model: needs config (a mapping with model_type, a path, or a Hub id), or weights (a folder or a "
+            "Hub id)",
         ),
     ],
 )

@@ -24,6 +24,7 @@ from veomni_core.planning.planner import make_plan
 from veomni_transformers.engine.layout import distributed_config_of
 from veomni_transformers.generated_modeling import generated_class
 from veomni_transformers.jobs.config_errors import explained
+from veomni_transformers.jobs.hub_snapshots import is_hub_id, snapshot
 from veomni_transformers.jobs.model_config import ConfigSource, load_model_config
 from veomni_transformers.memory.same_form import same_form
 from veomni_transformers.sharded_build import random_sharded_model, refuse_device, refuse_world
@@ -62,7 +63,7 @@ def build_foundation_model(
 
     Args:
         config_path: a ``config.json``, a folder with one, a Hub id, a mapping, or a ``PretrainedConfig`` (copied).
-        weights_path: a local folder of safetensors files. Without it, the weights are random.
+        weights_path: a local folder of safetensors files, or a Hub id. Without it, the weights are random.
         ops_implementation: the job's ``model.ops_implementation``. Required: to run all-eager, write
             ``{"preset": "eager"}``.
         torch_dtype: the dtype of the weights (``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype).
@@ -149,6 +150,8 @@ def build_foundation_model(
         refuse_device(made_on)
         refuse_world(sharding)
     if weights_path is not None:
+        if is_hub_id(str(weights_path)):
+            weights_path = snapshot("weights_path", str(weights_path), with_weights=True)
         check_weights(Path(weights_path))
     config = load_model_config(config_path, config_kwargs, trust_remote_code)
     model_class = _model_class(config, modeling)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import pad
 
 from veomni_core.kernels import IGNORED
 
@@ -30,16 +30,12 @@ class Batcher:
         longest = -(-max(lengths) // self._multiple) * self._multiple
         if all(length == longest for length in lengths):
             return {name: torch.stack([each[name] for each in sequences]) for name in sequences[0]}
-        ids, labels = ([each[name] for each in sequences] for name in ("input_ids", "labels"))
-        ones = [torch.ones(length, dtype=torch.long) for length in lengths]
-        batch = {
-            "input_ids": pad_sequence(ids, batch_first=True, padding_value=self._padding),
-            "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
-            "attention_mask": pad_sequence(ones, batch_first=True),
-        }
+        rows = [{**each, "attention_mask": torch.ones_like(each["input_ids"])} for each in sequences]
         fill = {"input_ids": self._padding, "labels": IGNORED, "attention_mask": 0}
-        missing = (0, longest - max(lengths))
-        return {name: torch.nn.functional.pad(rows, missing, value=fill[name]) for name, rows in batch.items()}
+        return {
+            name: torch.stack([pad(row[name], (0, longest - len(row[name])), value=value) for row in rows])
+            for name, value in fill.items()
+        }
 
 
 def learned_labels(labels: Tensor) -> Tensor:

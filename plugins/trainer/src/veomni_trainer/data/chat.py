@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from veomni_trainer.data.documents import Example, Span
-from veomni_trainer.data.messages import ASSISTANT, Message, check_characters, read_messages, read_tools
+from veomni_trainer.data.messages import ASSISTANT, Message, check_characters, read_tools
 from veomni_trainer.data.reading import BadLine, Unreadable
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -46,14 +46,14 @@ class Chats:
     ) -> None:
         self._tokenizer, self._loss_on, self._left_out = tokenizer, loss_on, left_out
 
-    def example(self, chat: Any, tools: Any = None) -> Example:
+    def example(self, messages: list[Message], tools: Any = None) -> Example:
         """One row's chat, rendered.
 
         Raises:
-            BadLine: it is no chat, or the template refuses it.
+            BadLine: the tools are none, or the template refuses the chat.
             Unreadable: it can't be told which tokens are the assistant's.
         """
-        messages, read = read_messages(chat), read_tools(tools)
+        read = read_tools(tools)
         try:
             template = self._tokenizer.get_chat_template(tools=read)
         except ValueError as error:  # it has several, and none that is the default

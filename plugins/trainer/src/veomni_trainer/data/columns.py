@@ -1,54 +1,89 @@
-"""Which columns of a table are read, and one row of them as an example to learn from."""
+"""Finds the columns of a table that are read, where they can be read in one way, and says what they hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from veomni_core.commands import shown
-from veomni_trainer.data.chat import Chats
-from veomni_trainer.data.documents import Example
-from veomni_trainer.data.messages import check_characters
 from veomni_trainer.data.reading import BadLine, Unreadable
 from veomni_trainer.data.tables import LIST, TEXT, TURNS, Row
 from veomni_trainer.job.source_keys import Columns
 
 _MESSAGES = ("messages", "conversations")
+_PROMPTS = ("prompt", "instruction", "question")
 _COMPLETIONS = ("completion", "response", "output", "answer")
-
+_LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 _NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
-
-ReadRow = Callable[[Row], Example | None]
+_INPUTS, _SYSTEMS = ("input", "context"), ("system", "system_prompt")
+_BESIDE_PROMPTS = ("label", "history", *_INPUTS, *_SYSTEMS)
 
 
 def find_columns(columns: Mapping[str, str], may_have_more: bool) -> Columns:
-    """The columns that hold what is learned, where they can be read in one way.
+    """The columns of a document, where they can be read in one way.
 
     Turns of a chat come before texts beside them, which mostly hold the same again.
 
     Args:
         columns: those of the table, with what each holds.
-        may_have_more: whether ``columns`` are those of the first row, and others may have tools too.
+        may_have_more: whether ``columns`` are those of the first row, and others may have more.
 
     Raises:
         Unreadable: there are none, or they can be read in several ways.
     """
-    tools = "tools" if may_have_more or "tools" in columns else None
+    beside = _beside(columns, may_have_more)
     chats = [name for name, holds in columns.items() if holds == TURNS]
-    ways = [Columns(messages=name, tools=tools) for name in chats or _of(columns, _MESSAGES, LIST)]
-    if not chats and columns.get("prompt") == TEXT:
-        ways += [Columns(prompt="prompt", completion=name) for name in _of(columns, _COMPLETIONS, TEXT)]
-    if not chats and "text" in columns:
+    prompts = [name for name in _PROMPTS if name in columns]
+    answers = [name for name in _COMPLETIONS if name in columns]
+    if not prompts and "input" in columns and answers == ["output"]:
+        prompts, beside = ["input"], beside | {"input": None}
+    pair = [Columns(prompt=one, completion=other, **beside) for one in prompts for other in answers]
+    if chats and pair and {*chats} <= {*prompts, *answers}:
+        ways = pair
+    else:
+        ways = [
+            Columns(messages=name, tools=beside["tools"], system=beside["system"])
+            for name in chats or _of(columns, _MESSAGES, LIST)
+        ]
+        if not chats:
+            ways += [each for each in pair if {columns[str(each.prompt)], columns[str(each.completion)]} == {TEXT}]
+    if not chats and "text" in columns and "instruction" not in {each.prompt for each in ways}:  # the row as one text
         ways += [Columns(text="text")]
+    if not chats and columns.get("input_ids") == LIST:
+        ways += [_tokens(columns)]
     if not ways and [*columns.values()] == [TEXT]:
         ways = [Columns(text=name) for name in columns]
     if len(ways) == 1:
         return ways[0]
-    listed = ", ".join(f"{name} ({holds})" for name, holds in columns.items())
-    found = "can be read in several ways" if ways else "has no column with a usual name"
-    raise Unreadable(
-        f"{found}; its columns are {listed}. Write data.columns: {{text: NAME}}, {{messages: NAME}} or "
-        "{prompt: NAME, completion: NAME}"
+    raise _not_one(
+        columns, ways, "{text: NAME}, {messages: NAME}, {input_ids: NAME} or {prompt: NAME, completion: NAME}"
     )
+
+
+def find_columns_of(wanted: tuple[str, ...], columns: Mapping[str, str], may_have_more: bool) -> Columns:
+    """The columns of the rows of a method: a prompt, and ``wanted`` beside it, each under its own name.
+
+    Without a column of prompts, what is wanted holds them too.
+
+    Args:
+        wanted: such as ``("prompt", "chosen", "rejected")``.
+        columns: those of the table, with what each holds.
+        may_have_more: whether ``columns`` are those of the first row, and others may have more.
+
+    Raises:
+        Unreadable: some are missing, or they can be read in several ways.
+    """
+    named = {name: name for name in wanted if name in columns}
+    ways = ["prompt"] if "prompt" in columns else [name for name in (*_PROMPTS, *_MESSAGES) if name in columns]
+    answers = [name for name in _COMPLETIONS if name in columns] if "completion" in wanted else []
+    if len(ways) > 1 or (len(answers) > 1 and "completion" not in columns):
+        raise _not_one(columns, ways, "{" + ", ".join(f"{name}: NAME" for name in wanted) + "}")
+    named |= {"completion": answers[0]} if answers and "completion" not in named else {}
+    named |= {"prompt": ways[0]} if ways else {}
+    if "completion" in wanted and "completion" not in named and ways and ways[0] in _MESSAGES:
+        named["messages"] = named.pop("prompt")  # the last turns of a chat
+    implied = {"prompt"} if len(wanted) > 1 else set()
+    implied |= {"completion"} if "messages" in named else set()
+    check_columns([name for name in wanted if name not in named and name not in implied], columns)
+    return Columns(**named, **_beside(columns, may_have_more))
 
 
 def names_of(columns: Columns) -> list[str]:
@@ -58,9 +93,9 @@ def names_of(columns: Columns) -> list[str]:
 
 def unread_that_matter(columns: Columns, there: Iterable[str]) -> list[str]:
     """The columns beside those that are read which say what a row is about, or what it is worth."""
-    of_pairs = ("label", "input") if columns.prompt is not None else ()
+    beside = _BESIDE_PROMPTS if columns.prompt is not None else ()
     read = names_of(columns)
-    return [name for name in (*_NOT_TEXT, *of_pairs) if name in there and name not in read]
+    return [name for name in (*_NOT_TEXT, *beside) if name in there and name not in read]
 
 
 def check_unread(row: Row, columns: Columns) -> None:
@@ -69,64 +104,69 @@ def check_unread(row: Row, columns: Columns) -> None:
         value = row[name]
         if name in _NOT_TEXT and value:
             raise BadLine(f"column {name!r} is not empty, and only text is trained on")
-        if name == "label" and isinstance(value, (bool, int)) and not value:
-            raise BadLine("column 'label' says that the completion is not wanted, and all completions are learned")
-        if name == "input" and value:
-            raise BadLine("column 'input' belongs to the prompt and is not read; join it to the column of the prompt")
+        if name == "label" and columns.completion and isinstance(value, (bool, int)) and not value:
+            raise BadLine(
+                "column 'label' says that the completion is not wanted, and all completions are learned; "
+                "train.method: kto learns from such rows"
+            )
+        if name in _BESIDE_PROMPTS and name != "label" and value:
+            raise BadLine(
+                f"column {name!r} belongs to the prompt and is not read; join it to the column of the prompt, or name "
+                "it as data.columns.input (or system)"
+            )
 
 
 def check_columns(names: Collection[str], there: Mapping[str, str]) -> None:
     """Raise Unreadable if the table with the columns ``there`` lacks one of ``names``."""
     missing = [name for name in names if name not in there]
     if missing:
-        raise Unreadable(f"has no column {' and no '.join(map(repr, missing))}; its columns are {', '.join(there)}")
+        listed = ", ".join(there) or "none"
+        raise Unreadable(f"has no column {' and no '.join(map(repr, missing))}; its columns are {listed}")
 
 
-def describe(columns: Columns, loss_on: str) -> str:
-    """What is read of the rows, in words."""
+def describe(columns: Columns, loss_on: str, form: str = "text") -> str:
+    """What is read of the rows of documents, in words."""
     if columns.text is not None:
         return f"text in column {columns.text!r}"
+    if columns.input_ids is not None:
+        mask = columns.labels or columns.loss_mask
+        learned = f"those that are learned in {mask!r}" if mask and loss_on != "all" else "all of them learned"
+        return f"tokens in column {columns.input_ids!r}, {learned}"
     learned = "everything" if loss_on == "all" else "the assistant's turns" if columns.messages else "the completion"
+    extras = {"inputs": columns.input, "tools": columns.tools, "system prompts": columns.system}
     if columns.messages is not None:
-        tools = f" and their tools in {columns.tools!r}" if columns.tools is not None else ""
-        return f"chats in column {columns.messages!r}{tools}, loss on {learned}"
-    return f"prompts in column {columns.prompt!r} with completions in {columns.completion!r}, loss on {learned}"
+        extras = {"tools": columns.tools, "system prompts": columns.system}
+        beside = "".join(f" and their {what} in {name!r}" for what, name in extras.items() if name)
+        return f"chats in column {columns.messages!r}{beside}, loss on {learned}"
+    beside = "".join(f" and their {what} in {name!r}" for what, name in extras.items() if name and what != "tools")
+    written = {"chat": ", as turns of a chat", "alpaca": ", under Alpaca's headings"}.get(form, "")
+    return (
+        f"prompts in column {columns.prompt!r}{beside} with completions in {columns.completion!r}{written}, loss on "
+        f"{learned}"
+    )
 
 
-def row_reader(columns: Columns, loss_on: str, chats: Chats | None) -> ReadRow:
-    """The function that makes an example of a row, or ``None`` of a row without text. It raises BadLine."""
-    text, messages, tools = columns.text, columns.messages, columns.tools or ""
-    if messages is not None:
-        assert chats is not None
-        return lambda row: chats.example(_value(row, messages), row.get(tools))
-    if text is not None:
-        return lambda row: Example(written) if (written := _text(row, text)) else None
-    prompt, completion = columns.prompt, columns.completion
-    assert prompt is not None and completion is not None  # the job names both or neither
-    return lambda row: _pair(_text(row, prompt), _text(row, completion), loss_on)
+def _beside(columns: Mapping[str, str], may_have_more: bool) -> dict[str, str | None]:
+    """The columns of what may go with a prompt. Tools may come in later rows."""
+    ways = {"input": _INPUTS, "system": _SYSTEMS}
+    found = {kind: next(iter(_of(columns, names, TEXT)), None) for kind, names in ways.items()}
+    return {**found, "tools": "tools" if may_have_more or "tools" in columns else None}
 
 
-def _pair(prompt: str, completion: str, loss_on: str) -> Example:
-    """A prompt and what follows it. The end token is learned too, since the completion ends there."""
-    if not completion:
-        raise BadLine("an empty completion")
-    text = prompt + completion
-    return Example(text, None if loss_on == "all" else ((len(prompt), len(text)),))
+def _tokens(columns: Mapping[str, str]) -> Columns:
+    masks = [name for name in ("labels", *_LOSS_MASKS) if name in columns]
+    if len(masks) > 1:
+        raise _not_one(columns, masks, "{input_ids: NAME, labels: NAME} or {input_ids: NAME, loss_mask: NAME}")
+    learned = {"labels" if name == "labels" else "loss_mask": name for name in masks}
+    mask = "attention_mask" if "attention_mask" in columns else None
+    return Columns(input_ids="input_ids", attention_mask=mask, **learned)
+
+
+def _not_one(columns: Mapping[str, str], ways: Collection[object], wanted: str) -> Unreadable:
+    listed = ", ".join(f"{name} ({holds})" for name, holds in columns.items())
+    found = "can be read in several ways" if ways else "has no column with a usual name"
+    return Unreadable(f"{found}; its columns are {listed}. Write data.columns: {wanted}")
 
 
 def _of(columns: Mapping[str, str], names: tuple[str, ...], holds: str) -> list[str]:
     return [name for name in names if columns.get(name) == holds]
-
-
-def _value(row: Row, name: str) -> object:
-    if name not in row:
-        raise BadLine(f"no column {name!r}; its columns are {', '.join(row) or 'none'}")
-    return row[name]
-
-
-def _text(row: Row, name: str) -> str:
-    value = _value(row, name)
-    if not isinstance(value, str):
-        raise BadLine(f"column {name!r} must be text, got {shown(value)}")
-    check_characters(value, f"column {name!r}")
-    return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -13,41 +12,21 @@ from veomni_core.errors import JobFileError
 from veomni_trainer.data.reading import Reading
 from veomni_trainer.job.data_section import STDLIB
 from veomni_trainer.job.source_keys import Source
+from veomni_transformers.jobs.hub_snapshots import is_hub_id, nearest, pinned
 
-TEXT, DATASET = "text", "dataset"
+TEXT, DATASET, HUB = "text", "dataset", "hub"
 COMPRESSED = (".gz", ".bz2", ".zst")
 _FORMATS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
+    **{".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv"},
+    **{".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"},
 }
 _NEITHER_TEXT_NOR_TABLE = {
-    ".7z": "an archive",
-    ".rar": "an archive",
-    ".tar": "an archive",
-    ".tgz": "an archive",
-    ".xz": "an archive",
-    ".zip": "an archive",
-    ".ckpt": "a checkpoint",
-    ".gguf": "a checkpoint",
-    ".pt": "a checkpoint",
-    ".pth": "a checkpoint",
-    ".safetensors": "a checkpoint",
-    ".h5": "an array file",
-    ".npy": "an array file",
-    ".npz": "an array file",
-    ".pickle": "a pickle",
-    ".pkl": "a pickle",
-    ".docx": "an office document",
-    ".pdf": "an office document",
-    ".xlsx": "an office document",
-    ".db": "a database",
-    ".sqlite": "a database",
+    **dict.fromkeys((".7z", ".rar", ".tar", ".tgz", ".xz", ".zip"), "an archive"),
+    **dict.fromkeys((".ckpt", ".gguf", ".pt", ".pth", ".safetensors"), "a checkpoint"),
+    **dict.fromkeys((".h5", ".npy", ".npz"), "an array file"),
+    **dict.fromkeys((".pickle", ".pkl"), "a pickle"),
+    **dict.fromkeys((".docx", ".pdf", ".xlsx"), "an office document"),
+    **dict.fromkeys((".db", ".sqlite"), "a database"),
 }
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 _SAVED_DATASET = ({"dataset_dict.json"}, {"dataset_info.json", "state.json"})  # what save_to_disk writes
@@ -55,10 +34,10 @@ _SAVED_DATASET = ({"dataset_dict.json"}, {"dataset_info.json", "state.json"})  #
 
 @dataclass(frozen=True)
 class FoundFile:
-    """A file to read, or a folder that ``save_to_disk`` wrote.
+    """A file to read, a folder that ``save_to_disk`` wrote, or a data set of the Hub.
 
     Attributes:
-        path: where it is.
+        path: where it is; of the Hub, the id at a commit.
         entry: what the job names: this file, or a folder or glob that it was found by.
         named: whether the job names it itself. Then it must be readable; others are left out if they hold no text.
         format: one of the job's formats, or ``None`` if its suffix names something else.
@@ -75,9 +54,14 @@ def find_files(source: Source, reading: Reading) -> list[FoundFile]:
 
     Raises:
         JobFileError: a path doesn't exist, or nothing matches.
+        HostError: neither the Hub nor its cache has a data set.
     """
     found: dict[Path, FoundFile] = {}
     for entry in [source.files] if isinstance(source.files, str) else source.files:
+        if is_hub_id(entry):
+            path = Path(pinned(reading.key, entry, source.revision, kind="dataset"))
+            found[path] = FoundFile(path, entry, True, HUB)
+            continue
         path = Path(entry)
         named = path.is_file() or is_saved_dataset(path)
         for each in [path] if named else _search(entry, source.pattern, reading.key):
@@ -138,7 +122,7 @@ def _search(entry: str, pattern: str, key: str) -> list[Path]:
         if not paths:
             raise JobFileError(f"{key}: no file matches {entry!r}")
         return paths
-    raise JobFileError(f"{key}: there is no file or folder {entry}.{_nearest(Path(entry))}")
+    raise JobFileError(f"{key}: there is no file or folder {entry}.{nearest(Path(entry), STDLIB)}")
 
 
 def _is_hidden(path: Path, folder: Path) -> bool:
@@ -162,9 +146,3 @@ def _with_datasets_whole(paths: list[Path], root: Path) -> Iterator[Path]:
 
     for path in paths:
         yield dataset_around(path.parent) or path
-
-
-def _nearest(path: Path) -> str:
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, [*siblings, STDLIB], n=1, cutoff=0.7)
-    return f" Did you mean {close[0]!r}?" if close else ""

@@ -20,11 +20,13 @@ class Message(dict[str, Any]):
 ASSISTANT = "assistant"
 _EXCLUDING = ("train", "training", "loss", "weight")  # false, or 0, on a turn: it is not to be trained on
 _ROLES = ("system", "developer", "user", ASSISTANT, "tool")
+_CALLS = "function_call"  # ShareGPT's turn that holds calls as JSON
 _SHAREGPT_ROLES = {
     "human": "user",
     "gpt": ASSISTANT,
     "chatgpt": ASSISTANT,
     "observation": "tool",
+    _CALLS: ASSISTANT,
     **{role: role for role in _ROLES},
 }
 
@@ -97,6 +99,8 @@ def _message(turn: Any, where: str) -> Message:
     marks = {key: turn.pop(key) for key in _EXCLUDING if key in turn}
     if unread := [f"{key}: {value!r}" for key, value in marks.items() if value not in (0, 1)]:
         raise BadLine(f"{where} has {unread[0]}, which is neither true nor false; leave the key or the turn out")
+    if role == _CALLS:
+        turn["tool_calls"], content = _calls_in(content, where), None
     calls = _tool_calls(turn.pop("tool_calls", []), where)
     text = _content(content, where)
     if roles[role] == ASSISTANT and not text and not calls:
@@ -120,9 +124,21 @@ def _content(content: Any, where: str) -> str:
     return content
 
 
+def _calls_in(text: Any, where: str) -> list[Any]:
+    """The calls in the JSON of a turn of ShareGPT: one, or a list of them."""
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        raise BadLine(f"the calls of {where} are not JSON: {shown(text)}") from None
+    return [{"type": "function", "function": each} for each in (value if isinstance(value, list) else [value])]
+
+
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """The calls, with arguments as mappings: OpenAI writes them as JSON text, and templates write them as JSON."""
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+    functions = (
+        [call.get("function", call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    )
+    if not isinstance(calls, list) or len(functions) < len(calls) or not all(isinstance(f, dict) for f in functions):
         raise BadLine(f"the tool_calls of {where} must be a list of mappings, got {shown(calls)}")
     return [_call(call, where) for call in calls]
 

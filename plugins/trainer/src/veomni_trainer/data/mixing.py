@@ -1,4 +1,8 @@
-"""Draws training sequences from several sources by their weights."""
+"""Draws training sequences from several sources by their weights.
+
+``datasets``' ``interleave_datasets`` repeats a source in the order of its first pass, and has no number of draws that
+only goes on.
+"""
 
 from __future__ import annotations
 

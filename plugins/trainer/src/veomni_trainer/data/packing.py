@@ -1,4 +1,7 @@
-"""Packs documents into sequences of one length: best fit, the longest documents first, in windows of many documents."""
+"""Packs documents into sequences of one length: best fit, the longest documents first, in windows of many documents.
+
+TRL's ``pack_dataset`` makes tables of tokens of them; here they stay where they are stored, and indices are packed.
+"""
 
 from __future__ import annotations
 

@@ -1,36 +1,58 @@
-"""From the files of a source to tokenized documents, lazily, and in an order that is the same on every machine."""
+"""From the files of a source to what is learned of them, lazily, and in an order that is the same on every machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from veomni_core.errors import JobFileError
-from veomni_trainer.data.chat import Chats
-from veomni_trainer.data.columns import (
-    ReadRow,
-    check_columns,
-    check_unread,
-    describe,
-    find_columns,
-    names_of,
-    row_reader,
-    unread_that_matter,
-)
+from veomni_trainer.data.document_rows import DocumentRows
 from veomni_trainer.data.documents import Document, Example
-from veomni_trainer.data.files import DATASET, TEXT, FoundFile, find_files, other_kind
+from veomni_trainer.data.files import DATASET, HUB, TEXT, FoundFile, find_files, other_kind
 from veomni_trainer.data.reading import BadLine, Reading, Unreadable
-from veomni_trainer.data.tables import CsvTable, JsonLinesTable, JsonTable, Table
+from veomni_trainer.data.tables import CsvTable, JsonLinesTable, JsonTable, Row, Table
 from veomni_trainer.data.text import read_text
 from veomni_trainer.data.tokens import Tokenizer
-from veomni_trainer.job.source_keys import Columns, Source
+from veomni_trainer.job.source_keys import Source
 
 _EXAMPLES, _CHARACTERS = 512, 1_000_000  # of a batch that is tokenized at once: whichever is reached first
+_KEYS = (  # for which formats (or, of columns, for which not), what that is called, and what else to do
+    ("split", (DATASET, HUB), "folders of save_to_disk and data sets of the Hub", ", and choose files by data.pattern"),
+    ("subset", (HUB,), "those", ""),
+    ("revision", (HUB,), "those", ""),
+    ("separator", ("csv", "tsv"), "CSV", ""),
+    ("columns", (TEXT,), "tables", ", or write data.format"),
+)
+Item = TypeVar("Item")
 
 
-def read_documents(source: Source, tokenizer: Tokenizer, reading: Reading) -> Iterator[Document]:
+class Rows(Protocol[Item]):
+    """What is made of the rows of a source's tables."""
+
+    needs: str
+    """The columns that a table must have, for messages; empty where a file of text is an item too."""
+
+    def begin(self, there: Mapping[str, str], has_schema: bool) -> Collection[str]:
+        """The names of the columns to read of a table with the columns ``there``. Raises Unreadable."""
+        ...
+
+    def read(self, row: Row) -> Item | None:
+        """What a row is; ``None`` if it is empty. Raises BadLine, or Unreadable."""
+        ...
+
+    def show(self, read: Item) -> None:
+        """Keep the first item, for the user to see how rows are read."""
+        ...
+
+
+def read_documents(
+    source: Source, tokenizer: Tokenizer, reading: Reading, streaming: bool = False
+) -> Iterator[Document]:
     """Yield the tokenized documents of a source; counts in ``reading`` what was read and what was left out.
+
+    A data set of the Hub is downloaded first, unless it is ``streaming``.
 
     A file that is named itself must exist and be readable. Other files in a folder, or matched by a glob, are left out
     if they are neither text nor a table.
@@ -38,18 +60,30 @@ def read_documents(source: Source, tokenizer: Tokenizer, reading: Reading) -> It
     Raises:
         JobFileError: there is nothing to read, a file is unreadable, or a line is and ``bad_lines`` is ``stop``.
     """
-    for batch in _batches(_SourceReader(source, tokenizer, reading).examples()):
-        for document in tokenizer.encode(batch):
+    rows = DocumentRows(source, tokenizer, reading)
+    for batch in _batches(read_source(source, reading, rows, streaming)):
+        encoded = iter(tokenizer.encode([each for each in batch if isinstance(each, Example)]))
+        for each in batch:
+            document = next(encoded) if isinstance(each, Example) else each
             reading.count_end(tokenizer.end_of(document))
             yield document
 
 
-def _batches(examples: Iterator[Example]) -> Iterator[list[Example]]:
-    batch: list[Example] = []
+def read_source(source: Source, reading: Reading, rows: Rows[Item], streaming: bool = False) -> Iterator[Item]:
+    """What ``rows`` makes of the rows of a source, and of its files of text where it takes them.
+
+    Raises:
+        JobFileError: as :func:`read_documents`.
+    """
+    return _SourceReader(source, reading, rows, streaming).items()
+
+
+def _batches(items: Iterator[Example | Document]) -> Iterator[list[Example | Document]]:
+    batch: list[Example | Document] = []
     characters = 0
-    for example in examples:
-        batch.append(example)
-        characters += len(example.text)
+    for item in items:
+        batch.append(item)
+        characters += len(item.text if isinstance(item, Example) else item.ids)
         if len(batch) == _EXAMPLES or characters >= _CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -58,15 +92,15 @@ def _batches(examples: Iterator[Example]) -> Iterator[list[Example]]:
 
 
 class _SourceReader:
-    """Reads one source; the columns of its first table are those of all its tables."""
+    """Reads one source."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, reading: Reading) -> None:
-        self._source, self._tokenizer, self._reading = source, tokenizer, reading
-        self._columns: Columns | None = None
+    def __init__(self, source: Source, reading: Reading, rows: Rows[Any], streaming: bool) -> None:
+        self._source, self._reading, self._rows, self._streaming = source, reading, rows, streaming
 
-    def examples(self) -> Iterator[Example]:
+    def items(self) -> Iterator[Any]:
         files = find_files(self._source, self._reading)
-        self._check_one_kind(files)
+        if not self._rows.needs:
+            self._check_one_kind(files)
         for entry, found in groupby(files, lambda file: file.entry):
             before = self._reading.documents
             for file in found:
@@ -74,7 +108,8 @@ class _SourceReader:
                     self._check_keys(file)
                 yield from self._file(file)
             if self._reading.documents == before:
-                raise JobFileError(f"{self._reading.key}: {entry} holds no text: {self._reading.describe()}")
+                what = "rows" if self._rows.needs else "text"
+                raise JobFileError(f"{self._reading.key}: {entry} holds no {what}: {self._reading.describe()}")
 
     def _check_one_kind(self, files: list[FoundFile]) -> None:
         """Refuse tables among text files: whether a table's syntax should be learned is the user's to say."""
@@ -89,27 +124,21 @@ class _SourceReader:
 
     def _check_keys(self, file: FoundFile) -> None:
         """Refuse keys that say nothing of a file of this format."""
-        source, path = self._source, file.path
-        if source.split is not None and file.format != DATASET:
-            raise JobFileError(
-                f"{self._reading.key}: {path} is {file.format}, and data.split is for folders of save_to_disk. Remove "
-                "it, and choose files by data.pattern"
-            )
-        if source.separator is not None and file.format not in ("csv", "tsv"):
-            raise JobFileError(
-                f"{self._reading.key}: {path} is {file.format}, and data.separator is for CSV. Remove it"
-            )
-        if source.columns is not None and file.format == TEXT:
-            raise JobFileError(
-                f"{self._reading.key}: {path} is text, and data.columns is for tables. Remove it, or write data.format"
-            )
+        for key, formats, purpose, instead in _KEYS:
+            if getattr(self._source, key) is not None and (file.format in formats) == (key == "columns"):
+                is_ = "no data set of the Hub" if formats == (HUB,) else file.format
+                raise JobFileError(
+                    f"{self._reading.key}: {file.path} is {is_}, and data.{key} is for {purpose}. Remove it{instead}"
+                )
 
-    def _file(self, file: FoundFile) -> Iterator[Example]:
+    def _file(self, file: FoundFile) -> Iterator[Any]:
         if file.format is None:
             what = f"is {other_kind(file.path)}: neither text nor a table. If it is one, write data.format"
             self._leave_out(file, what)
         elif file.path.is_file() and not file.path.stat().st_size:
             self._leave_out(file, "is empty")
+        elif file.format == TEXT and self._rows.needs:
+            self._leave_out(file, f"is text, and this train.method needs a table of {self._rows.needs}")
         elif file.format == TEXT:
             try:
                 text = read_text(file.path)
@@ -124,63 +153,35 @@ class _SourceReader:
             except Unreadable as problem:
                 raise JobFileError(f"{self._reading.key}: {file.path} {problem}") from None
 
-    def _table(self, file: FoundFile, file_format: str) -> Iterator[Example]:
-        table = open_table(file.path, file_format, self._source)
+    def _table(self, file: FoundFile, file_format: str) -> Iterator[Any]:
+        table = open_table(file.path, file_format, self._source, self._streaming)
         there = table.columns()
-        read_row = self._row_reader(there, table.has_schema) if there else None
-        columns = self._columns
-        wanted = [*names_of(columns), *unread_that_matter(columns, there)] if columns else []
+        wanted = self._rows.begin(there, table.has_schema) if there else ()
         number = 0
         for number, row in table.rows(wanted):
             try:
                 if isinstance(row, BadLine):
                     raise row
-                if read_row is None or columns is None:
-                    raise BadLine("an object without columns")
-                check_unread(row, columns)
-                example = read_row(row)
+                item = self._rows.read(row)
             except BadLine as problem:
                 self._bad_line(f"{file.path}, {table.unit} {number}: {problem}")
             except Unreadable as problem:
                 raise JobFileError(f"{self._reading.key}: {file.path}, {table.unit} {number}: {problem}") from None
             else:
-                if example is None:
+                if item is None:
                     self._reading.empty_rows += 1
                 else:
-                    self._reading.show(example)
-                    yield self._counted(example)
+                    if not self._reading.sample:
+                        self._rows.show(item)
+                    yield self._counted(item)
         if number:
             self._reading.read_file(file_format)
         else:
             self._leave_out(file, "is without rows")
 
-    def _row_reader(self, there: dict[str, str], has_schema: bool) -> ReadRow:
-        """How a row of a table with the columns ``there`` becomes an example. Without a schema, rows may differ."""
-        loss_on, written = self._source.loss_on, self._source.columns
-        if self._columns is None:
-            self._columns = written or find_columns(there, may_have_more=not has_schema)
-            self._reading.columns = describe(self._columns, loss_on)
-            self._reading.unused = [name for name in there if name not in names_of(self._columns)]
-        if has_schema:  # tools are left out where a chat has none, unless the job names their column
-            needed = names_of(written or self._columns.model_copy(update={"tools": None}))
-            check_columns(needed, there)
-        if self._columns.text is None and loss_on == "assistant" and not self._tokenizer.has_offsets:
-            raise Unreadable(
-                "can't be learned in part, since this tokenizer doesn't say which characters a token stands for. Write "
-                "data.loss_on: all, or a tokenizer with a tokenizer.json"
-            )
-        if self._columns.messages is None:
-            return row_reader(self._columns, loss_on, None)
-        if self._tokenizer.chats is None:
-            raise Unreadable(
-                f"holds chats (in column {self._columns.messages!r}), and the tokenizer has no chat template. Write "
-                "data.chat_template, or a data.tokenizer that has one"
-            )
-        return row_reader(self._columns, loss_on, Chats(self._tokenizer.chats, loss_on, self._reading.not_rendered))
-
-    def _counted(self, example: Example) -> Example:
+    def _counted(self, item: Item) -> Item:
         self._reading.documents += 1
-        return example
+        return item
 
     def _bad_line(self, problem: str) -> None:
         if self._source.bad_lines == "stop":
@@ -196,8 +197,8 @@ class _SourceReader:
         self._reading.skip_file(file.path, reason)
 
 
-def open_table(path: Path, file_format: str, source: Source) -> Table:
-    """The table in a file of that format, or in a saved dataset. pyarrow is imported only for its own formats."""
+def open_table(path: Path, file_format: str, source: Source, streaming: bool = False) -> Table:
+    """The table in a file of that format, or in a data set. ``datasets`` is imported only for what it reads."""
     if file_format == "jsonl":
         return JsonLinesTable(path)
     if file_format == "json":
@@ -206,11 +207,9 @@ def open_table(path: Path, file_format: str, source: Source) -> Table:
         usual = "," if file_format == "csv" else "\t"
         return CsvTable(path, source.separator or usual, is_written=source.separator is not None)
 
-    from veomni_trainer.data.columnar import ArrowTable, ParquetTable, SavedDataset
+    from veomni_trainer.data import dataset_tables
 
-    if file_format == DATASET:
-        return SavedDataset(path, source.split)
-    return ParquetTable(path) if file_format == "parquet" else ArrowTable(path)
+    return dataset_tables.open_table(path, file_format, source, streaming)
 
 
 def _is_text(path: Path) -> bool:

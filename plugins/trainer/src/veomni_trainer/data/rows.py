@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -11,16 +11,15 @@ from datasets import Dataset, Features, Json
 from pyarrow import ArrowInvalid, ArrowTypeError
 from transformers import PreTrainedTokenizerBase
 
-from veomni_core.commands import shown
 from veomni_core.errors import JobFileError
-from veomni_trainer.data.columns import check_unread, unread_that_matter
+from veomni_trainer.data.columns import check_columns, check_unread, find_columns_of, names_of, unread_that_matter
 from veomni_trainer.data.corpus import Corpus, ReadSource
 from veomni_trainer.data.documents import Example
-from veomni_trainer.data.files import TEXT, FoundFile, find_files
 from veomni_trainer.data.labels import read_class, read_verdict
-from veomni_trainer.data.messages import check_characters, read_messages, read_tools
-from veomni_trainer.data.read import open_table
-from veomni_trainer.data.reading import BadLine, Reading, Unreadable
+from veomni_trainer.data.messages import Message, check_characters, read_tools
+from veomni_trainer.data.prompts import PromptReader, text_of, value_of
+from veomni_trainer.data.read import read_source
+from veomni_trainer.data.reading import BadLine, Reading
 from veomni_trainer.data.sequences import Counts
 from veomni_trainer.data.tables import Row
 from veomni_trainer.data.tokens import Tokenizer
@@ -52,10 +51,8 @@ def read_rows(source: Source, tokenizer: Tokenizer, train: TrainSection) -> Corp
         JobFileError: there is nothing to read, a column is missing, a line is broken and ``bad_lines`` is ``stop``, or
             chats have no template.
     """
-    reader = _RowReader(source, tokenizer, train)
-    rows = list(reader.rows())
-    if not rows:
-        raise JobFileError(f"{_KEY}: {source.files} holds no rows: {reader.reading.describe()}")
+    reading = Reading(_KEY)
+    rows = list(read_source(source, reading, _MethodRows(source, tokenizer, train, reading)))
     names = dict.fromkeys(name for row in rows for name in row)
     try:
         dataset = _dataset({name: [row.get(name) for row in rows] for name in names})
@@ -67,7 +64,7 @@ def read_rows(source: Source, tokenizer: Tokenizer, train: TrainSection) -> Corp
     repeated = train.drawn.num_generations if train.drawn else 1
     what = _WHAT.get(train.columns) or ("labelled texts" if train.method == "classify" else "judged completions")
     counts = RowCounts(0, len(rows), what=what)
-    read = ReadSource(_KEY, reader.reading, counts, source.weight, len(rows) * repeated, 0)
+    read = ReadSource(_KEY, reading, counts, source.weight, len(rows) * repeated, 0)
     return Corpus(dataset, {}, (read,), tokenizer.end)
 
 
@@ -129,102 +126,74 @@ def prompt_ids(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, name:
     return list(encoded["input_ids"])
 
 
-class _RowReader:
-    """Reads the tables of one source; ``reading`` counts what was read and what was left out."""
+class _MethodRows:
+    """Makes a row for the method's trainer of each row of one source."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, train: TrainSection) -> None:
-        self._source, self._tokenizer, self._columns = source, tokenizer, train.columns
+    def __init__(self, source: Source, tokenizer: Tokenizer, train: TrainSection, reading: Reading) -> None:
+        self._source, self._has_template, self._reading = source, tokenizer.chats is not None, reading
+        self._wanted, self.needs = train.columns, ", ".join(train.columns)
         self._classifies, self._draws = train.method == "classify", train.columns == PROMPTS
-        self._label = self._columns[-1] if train.method in ("kto", "classify") else ""
-        self.reading = Reading(_KEY)
+        self._columns: Columns | None = None
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        self.reading.columns = f"columns {', '.join(map(repr, self._columns))}"
-        for file in find_files(self._source, self.reading):
-            if file.format in (None, TEXT):
-                self._leave_out(file)
-                continue
-            assert file.format is not None
-            try:
-                yield from self._table(file, file.format)
-            except Unreadable as problem:
-                raise JobFileError(f"{_KEY}: {file.path} {problem}") from None
+    def begin(self, there: Mapping[str, str], has_schema: bool) -> list[str]:
+        if self._classifies:
+            check_columns(self._wanted, there)
+            self._columns = Columns(text=self._wanted[0])
+            used = [*self._wanted]
+        else:
+            written = self._source.columns
+            found = self._columns or written or find_columns_of(self._wanted, there, not has_schema)
+            self._columns, used = found, names_of(found)
+            if has_schema:
+                check_columns(names_of(written or found.model_copy(update={"tools": None})), there)
+            self._prompts = PromptReader(found, self._source.prompt_format, self._has_template)
+        self._reading.columns = (
+            self._reading.columns or f"columns {', '.join(repr(name) for name in used if name in there)}"
+        )
+        if self._draws:  # other columns are for the reward
+            return [*there]
+        self._reading.unused = self._reading.unused or [name for name in there if name not in used]
+        return [*used, *unread_that_matter(self._columns, there)]
 
-    def _table(self, file: FoundFile, file_format: str) -> Iterator[dict[str, Any]]:
-        table = open_table(file.path, file_format, self._source)
-        there = table.columns()
-        if missing := [name for name in self._columns if name not in there]:
-            raise Unreadable(
-                f"has no column {' and no '.join(map(repr, missing))}; its columns are {', '.join(there) or 'none'}"
-            )
-        # Other columns of prompts are for the reward. Any column may say what is not trained on, as images are not.
-        used = (*self._columns, TOOLS, *unread_that_matter(Columns(text="prompt"), there))
-        names = tuple(name for name in there if self._draws or name in used)
-        if not self._draws and not self.reading.unused:
-            self.reading.unused = [name for name in there if name not in (*self._columns, TOOLS)]
-        for number, row in table.rows(names):
-            try:
-                if isinstance(row, BadLine):
-                    raise row
-                read = self._row(row)
-                self.reading.show(Example(" | ".join(_shown(read[name]) for name in self._columns)))
-                self.reading.documents += 1
-                yield read
-            except BadLine as problem:
-                self._bad_line(f"{file.path}, {table.unit} {number}: {problem}")
-        self.reading.read_file(file_format)
-
-    def _row(self, row: Row) -> dict[str, Any]:
-        check_unread(row, Columns(text="prompt"))
-        said = {name: self._said(row, name) for name in self._columns if name != self._label}
-        if len({type(each) for each in said.values()}) > 1:
-            raise BadLine(f"{', '.join(said)} must all be text, or all be chats")
-        read = said | ({self._label: self._read_label(row)} if self._label else {})
-        tools = read_tools(row.get(TOOLS))
-        if tools and (self._draws or not isinstance(read.get("prompt"), list)):
-            raise BadLine("tools are rendered into chats of preference pairs alone; leave the column 'tools' out")
+    def read(self, row: Row) -> dict[str, Any]:
+        assert self._columns is not None
+        check_unread(row, self._columns)
+        tools: list[dict[str, Any]] | None = None
+        read: dict[str, Any]
+        if self._classifies:
+            text, label = self._wanted
+            read = {text: text_of(row, text), label: read_class(value_of(row, label), label)}
+            if not read[text]:
+                raise BadLine(f"column {text!r} is empty")
+        else:
+            answers = tuple(name for name in self._wanted if name not in ("prompt", "label"))
+            if answers:
+                prompt, said = self._prompts.read(row, answers)
+            else:
+                prompt, said = self._prompts.prompt(row), {}
+            if not prompt:
+                raise BadLine("the prompt is empty")
+            read = {"prompt": _plain(prompt), **{name: _plain(each) for name, each in said.items()}}
+            if "label" in self._wanted:
+                label = self._columns.label or "label"
+                read["label"] = read_verdict(value_of(row, label), label)
+            tools = read_tools(row.get(self._columns.tools or TOOLS))
+            if tools and (self._draws or isinstance(prompt, str)):
+                raise BadLine("tools are rendered into chats of preference pairs alone; leave the column 'tools' out")
         check_characters(json.dumps([read, tools], ensure_ascii=False), "the row")
         return {**row, **read} if self._draws else {**read, **({TOOLS: tools} if tools else {})}
 
-    def _read_label(self, row: Row) -> bool | str:
-        if self._label not in row:
-            raise BadLine(f"no column {self._label!r}; its columns are {', '.join(row) or 'none'}")
-        return (read_class if self._classifies else read_verdict)(row[self._label], self._label)
+    def show(self, read: dict[str, Any]) -> None:
+        self._reading.show(Example(" | ".join(_shown(read[name]) for name in self._wanted)))
 
-    def _said(self, row: Mapping[str, Any], name: str) -> Any:
-        """The text or the chat messages in a column."""
-        if name not in row:
-            raise BadLine(f"no column {name!r}; its columns are {', '.join(row) or 'none'}")
-        value = row[name]
-        if isinstance(value, str):
-            if not value:
-                raise BadLine(f"column {name!r} is empty")
-            return value
-        if not isinstance(value, list) or self._classifies:
-            wanted = "text" if self._classifies else "text or a list of messages"
-            raise BadLine(f"column {name!r} must be {wanted}, got {shown(value)}")
-        if self._tokenizer.chats is None:
-            raise Unreadable(
-                f"holds chats (in column {name!r}), and the tokenizer has no chat template. Write data.chat_template, "
-                "or a data.tokenizer that has one"
-            )
-        messages = read_messages(value, learned=name != "prompt")
-        if any(message.excluded for message in messages):
-            raise BadLine(f"column {name!r} has a turn that is not to be trained on, which this train.method can't do")
-        return [dict(message) for message in messages]
 
-    def _bad_line(self, problem: str) -> None:
-        if self._source.bad_lines == "stop":
-            stop = "" if problem.endswith((".", "?")) else "."
-            raise JobFileError(f"{_KEY}: {problem}{stop} Correct it, or write data.bad_lines: skip to leave it out")
-        self.reading.skip_line(problem)
-
-    def _leave_out(self, file: FoundFile) -> None:
-        if file.named:
-            what = "is text" if file.format == TEXT else "is no table"
-            needed = ", ".join(self._columns)
-            raise JobFileError(f"{_KEY}: {file.path} {what}, and this train.method needs a table of {needed}")
-        self.reading.skip_file(file.path, "no table")
+def _plain(said: str | list[Message]) -> str | list[dict[str, Any]]:
+    """A text, or a chat without marks; all turns of it are trained on, or none."""
+    if isinstance(said, str):
+        return said
+    if any(message.excluded for message in said):
+        raise BadLine("there is a turn that is not to be trained on, which this train.method can't do")
+    return [dict(message) for message in said]
 
 
 def _shown(said: Any) -> str:

@@ -1,4 +1,7 @@
-"""Tables as rows of Python values: JSON lines, JSON and CSV. ``columnar`` has those that pyarrow reads."""
+"""Tables as rows of Python values: JSON lines, JSON and CSV. ``dataset_tables`` has those that ``datasets`` reads.
+
+Its readers of text formats can't leave out a bad line, take ``007`` for 7, and give all rows the keys of each.
+"""
 
 from __future__ import annotations
 

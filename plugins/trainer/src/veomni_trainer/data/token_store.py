@@ -1,4 +1,7 @@
-"""Tokenized documents in files that are mapped into memory, so that a corpus may be larger than memory."""
+"""Tokenized documents in files that are mapped into memory, so that a corpus may be larger than memory.
+
+The cache of ``datasets`` has no checksums, and its chunks are not one array of tokens, of which a sequence is any part.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -16,54 +16,26 @@ from veomni_core.errors import JobFileError, did_you_mean
 from veomni_trainer.data.chat import check_template
 from veomni_trainer.data.documents import Document, Example, Mask, Span, Tokens
 from veomni_trainer.job.data_section import BYTES
+from veomni_transformers.jobs.hub_snapshots import is_hub_id, nearest, snapshot
 
-_USUAL_ENDS = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|im_end|>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's: not ASCII, unlike <|end_of_sentence|>
-    "</s>",
-    "<eos>",
-    "[EOS]",
-    "[SEP]",
-)
+_DEEPSEEKS = "<\uff5cend\u2581of\u2581sentence\uff5c>"  # not ASCII, unlike <|end_of_sentence|>
+_USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", _DEEPSEEKS, "</s>", "<eos>", "[EOS]", "[SEP]")
 _AFTER_END = 3  # so many tokens of white space may follow the end of a turn
 _FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _FILES = (_FILE, _CONFIG, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
-class Tokenizer(Protocol):
-    """Maps text to token ids. ``vocab_size`` is the largest id plus one; ``end`` is the id that ends a document."""
-
-    vocab_size: int
-    end: int
-    chats: PreTrainedTokenizerBase | None
-    """What renders chats; ``None`` without a chat template."""
-    has_offsets: bool
-    """Whether it says which characters a token stands for, so that parts of a text can be learned."""
-    pretrained: PreTrainedTokenizerBase | None
-    """It as transformers' tokenizer; ``None`` if it is none."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of all that decides which ids a text gets, its chat template included."""
-        ...
-
-    def encode(self, examples: Sequence[Example]) -> list[Document]:
-        """The documents of ``examples``, in their order."""
-        ...
-
-    def end_of(self, document: Document) -> int | None:
-        """The token of its own that ``document`` is learned to end with; ``None`` if it just stops."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write its files into ``folder``, so that it is loaded from there with the model's weights."""
-        ...
-
-
 class ByteTokenizer:
-    """The id of a byte is its value; 256 ends a document. It has no files."""
+    """The id of a byte is its value; 256 ends a document. It has no files.
+
+    Attributes:
+        vocab_size: the largest id plus one.
+        end: the id that ends a document.
+        chats: what renders chats; ``None`` without a chat template.
+        has_offsets: whether it says which characters a token stands for, so that parts of a text can be learned.
+        pretrained: it as transformers' tokenizer; ``None`` if it is none.
+        fingerprint: a hash of all that decides which ids a text gets, its chat template included.
+    """
 
     vocab_size = 257
     end = 256
@@ -73,9 +45,11 @@ class ByteTokenizer:
     fingerprint = BYTES
 
     def encode(self, examples: Sequence[Example]) -> list[Document]:
+        """The documents of ``examples``, in their order."""
         return [self._encode(example) for example in examples]
 
     def end_of(self, document: Document) -> int | None:
+        """The token of its own that ``document`` is learned to end with; ``None`` if it just stops."""
         return _end_in(document, {self.end})
 
     def save(self, folder: Path) -> None:
@@ -93,7 +67,7 @@ class ByteTokenizer:
 
 
 class PretrainedTokenizer:
-    """A tokenizer of transformers. A text begins with the tokens that it puts there, as in generation."""
+    """The same of a tokenizer of transformers. A text begins with the tokens that it puts there, as in generation."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end: int) -> None:
         self._tokenizer, self.end = tokenizer, end
@@ -143,13 +117,16 @@ class PretrainedTokenizer:
         self._tokenizer.save_pretrained(folder)
 
 
+Tokenizer = ByteTokenizer | PretrainedTokenizer
+
+
 def load_tokenizer(
     name: str, end_of_document: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> Tokenizer:
-    """The tokenizer named ``bytes``, or the one in a folder or file.
+    """The tokenizer named ``bytes``, or the one in a folder or file, or of a Hub id.
 
     Args:
-        name: ``bytes``, a folder that ``AutoTokenizer`` loads, or a ``tokenizer.json``.
+        name: ``bytes``, a folder that ``AutoTokenizer`` loads, a ``tokenizer.json``, or a Hub id.
         end_of_document: the token that ends a document; by default its end of sequence, or else one with a usual name.
         chat_template: the path of a Jinja file, in place of the tokenizer's own template.
         trust_remote_code: whether code that comes with the tokenizer may run.
@@ -164,7 +141,8 @@ def load_tokenizer(
         if chat_template is not None:
             raise JobFileError("data.chat_template: bytes have no tokens for turns; name a data.tokenizer")
         return ByteTokenizer()
-    tokenizer = _load(Path(name), trust_remote_code)
+    path = snapshot("data.tokenizer", name) if is_hub_id(name) else Path(name)
+    tokenizer = _load(path, trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = _read_template(Path(chat_template))
         if problem := check_template(tokenizer):
@@ -184,10 +162,9 @@ def _load(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
         folder, path = path, path / _FILE
     else:
         missing = f"no tokenizer in {path}" if path.is_dir() else f"no file {path}"
-        hint = did_you_mean(str(path), [BYTES]) if len(path.parts) == 1 else ""
         raise JobFileError(
-            f"data.tokenizer: there is {missing}. Write bytes, or the path of a tokenizer's folder or tokenizer.json. "
-            f"{hint}".rstrip()
+            f"data.tokenizer: there is {missing}. Write bytes, the path of a tokenizer's folder or tokenizer.json, or "
+            f"a Hub id.{nearest(path, BYTES)}"
         )
     alone = path.is_file() and not (path.name == _FILE and (folder / _CONFIG).is_file())
     try:

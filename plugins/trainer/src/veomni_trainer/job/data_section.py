@@ -18,13 +18,15 @@ class DataSection(ReadingKeys, SequenceKeys):
     """The training text, and how it is tokenized and split."""
 
     files: Files | None = None
-    """Files, folders (searched by ``pattern``), globs, or ``python-stdlib``."""
+    """Files, folders (searched by ``pattern``), globs, ids of data sets of the Hub, or ``python-stdlib``."""
     sources: list[Source] | None = None
     """In place of ``files``: several sources, each with its files and its own keys for reading them."""
     validation_files: Files | None = None
     """Documents to validate on, named as ``files`` are; in place of ``validation_fraction``."""
+    validation_split: str | None = None
+    """The split of ``files`` to validate on; in place of ``validation_files``."""
     tokenizer: str | None = None
-    """The path of a tokenizer's folder or of a ``tokenizer.json``, or ``bytes`` (a token per byte).
+    """A tokenizer's folder or ``tokenizer.json``, a Hub id (``owner/name@revision``), or ``bytes`` (a token per byte).
 
     By default the tokenizer beside ``model.weights``; without weights, ``bytes``.
     """
@@ -45,13 +47,17 @@ class DataSection(ReadingKeys, SequenceKeys):
 
     @property
     def validation_source(self) -> dict[str, Source]:
-        """What ``validation_files`` names, by that key; empty without it."""
+        """What is validated on beside ``validation_fraction``, by the key that names it."""
+        if self.validation_split is not None:
+            assert self.files is not None  # or the section is refused
+            source = self._source(self.files).model_copy(update={"split": self.validation_split})
+            return {"data.validation_split": source}
         return {} if self.validation_files is None else {"data.validation_files": self._source(self.validation_files)}
 
     @property
     def validates(self) -> bool:
         """Whether there is anything to validate on."""
-        return bool(self.validation_fraction) or self.validation_files is not None
+        return bool(self.validation_fraction or self.validation_source)
 
     def _source(self, files: str | list[str]) -> Source:
         return self._filled(Source(files=files))
@@ -73,10 +79,11 @@ class DataSection(ReadingKeys, SequenceKeys):
             raise ValueError(f"needs files, or sources (a list, each with its own files): {given}")
         if self.sources == []:
             raise ValueError("sources is an empty list; name at least one source, with its files")
-        if self.validation_files is not None and self.validation_fraction:
-            raise ValueError(
-                "validation_files and validation_fraction both say what to validate on; remove one of the two"
-            )
+        ways = ("validation_files", "validation_split", "validation_fraction")
+        if len(set_ := [way for way in ways if getattr(self, way)]) > 1:
+            raise ValueError(f"{' and '.join(set_)} both say what to validate on; remove one of the two")
+        if self.validation_split and (self.files is None or self.validation_split == self.split):
+            raise ValueError("validation_split is another split of data.files than data.split; name validation_files")
         if self.streaming and self.validation_fraction:
             raise ValueError(
                 "streaming: nobody knows how long a stream is, so validation_fraction can't be held out of it; name "

@@ -33,6 +33,7 @@ _APPLIED, _COMPARED, _CONTINUED, _REFUSED = OnResume
 KEYS: Mapping[str, OnResume] = {
     "model.config": _COMPARED,  # the checkpoint's weights must fit
     "model.weights": _CONTINUED,
+    "model.revision": _REFUSED,
     "model.resize_embeddings": _COMPARED,  # the checkpoint's weights must fit
     "model.modeling": _COMPARED,  # the checkpoint's weights must fit, and the plan
     "model.dtype": _REFUSED,
@@ -92,6 +93,7 @@ KEYS: Mapping[str, OnResume] = {
 
 _WHY: Mapping[str, str] = {
     "model.dtype": "the optimizer's state is in the dtype of the weights",
+    "model.revision": "another commit on the Hub may have other weights",
     "train.precision": "weights and the optimizer's state are in its dtype",
     "train.optimizer": "the optimizer's state is of its kind",
     "train.parameter_groups": "the optimizer's state is stored group by group",

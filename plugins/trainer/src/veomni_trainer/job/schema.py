@@ -106,7 +106,6 @@ class Job(Section):
         if train.learns_from_rows:
             untested |= {
                 "data.packing": data.packing,
-                "data.columns": data.columns,
                 "data.sources": data.sources,
                 "data.validation_fraction or validation_files": data.validates,
             }

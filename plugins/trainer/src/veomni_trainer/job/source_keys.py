@@ -29,7 +29,7 @@ Files = Annotated[str | list[str], AfterValidator(_named)]
 
 
 class Columns(Section):
-    """Which columns of a table hold what: ``text``, or ``messages``, or ``prompt`` and ``completion``."""
+    """Which columns of a table hold what: ``text``, or ``messages``, or ``prompt`` and ``completion``, or tokens."""
 
     text: str | None = None
     """The column with a document's text."""
@@ -37,21 +37,52 @@ class Columns(Section):
     """The column with a chat: a list of turns, each with ``role`` and ``content`` (or ``from`` and ``value``)."""
     tools: str | None = None
     """The column with the tools that a chat may call, as JSON schemas."""
+    system: str | None = None
+    """The column with the system prompt of a chat."""
     prompt: str | None = None
-    """The column with the text that is given."""
+    """The column with what is given: text, or turns."""
+    input: str | None = None
+    """The column with more of the prompt, as in Alpaca's files."""
     completion: str | None = None
-    """The column with the text that is learned."""
+    """The column with what is learned: text, or turns."""
+    chosen: str | None = None
+    """The column with the answer that is preferred."""
+    rejected: str | None = None
+    """The column with the answer that is not."""
+    label: str | None = None
+    """The column that says whether a completion is wanted."""
+    input_ids: str | None = None
+    """The column with a document's tokens."""
+    labels: str | None = None
+    """The column with the same tokens, and -100 for those that are not learned."""
+    loss_mask: str | None = None
+    """The column that says which tokens are learned, by 1 and 0."""
+    attention_mask: str | None = None
+    """The column that says which tokens are none but padding, by 0."""
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> Self:
-        if (self.prompt is None) != (self.completion is None):
-            raise ValueError("prompt and completion belong together; name both columns")
-        kinds = [name for name in ("text", "messages", "prompt") if getattr(self, name) is not None]
-        if len(kinds) != 1:
+        kinds = [name for name in ("text", "messages", "prompt", "input_ids") if getattr(self, name) is not None]
+        if len(kinds) > 1 or not (kinds or self.chosen or self.completion):
             named = f"names {' and '.join(kinds)}" if kinds else "names none"
-            raise ValueError(f"{named}; name text, or messages, or prompt and completion")
-        if self.tools is not None and self.messages is None:
-            raise ValueError("tools are those of a chat; name messages too")
+            raise ValueError(f"{named}; name text, or messages, or prompt and completion, or input_ids")
+        if (self.chosen is None) != (self.rejected is None):
+            raise ValueError("chosen and rejected belong together; name both columns")
+        chats = ("messages", "prompt", "completion", "chosen")
+        needed = {
+            "tools": chats,
+            "system": chats,
+            "input": ("prompt", "completion"),
+            "labels": ("input_ids",),
+            "loss_mask": ("input_ids",),
+            "attention_mask": ("input_ids",),
+        }
+        for name, ways in needed.items():
+            if getattr(self, name) is not None and not any(getattr(self, way) is not None for way in ways):
+                whose = "those of a chat" if name == "tools" else f"no column without {' or '.join(ways)}"
+                raise ValueError(f"{name} are {whose}; name {ways[0]} too")
+        if self.labels is not None and self.loss_mask is not None:
+            raise ValueError("labels and loss_mask both say what is learned; name one of the two")
         return self
 
 
@@ -65,9 +96,19 @@ class ReadingKeys(Section):
     separator: str | None = Field(default=None, min_length=1, max_length=1)
     """The character between two values of a CSV file; by default a comma, and in a TSV file a tab."""
     split: str | None = None
-    """The split of a saved ``DatasetDict``."""
+    """The split of a data set that has several: a saved ``DatasetDict``, or one of the Hub."""
+    subset: str | None = None
+    """The subset (configuration) of a data set of the Hub."""
+    revision: str | None = None
+    """The branch, tag or commit of a data set of the Hub; by default ``main``."""
     columns: Columns | None = None
     """Which columns of a table are read; by default those with a usual name."""
+    prompt_format: Literal["text", "chat", "alpaca"] | None = None
+    """How a prompt of text is written: as it is, as the user's turn of a chat, or under Alpaca's headings.
+
+    By default as it is; with an ``instruction``, an ``input`` or a ``system`` prompt as a chat, or under headings where
+    there is no chat template.
+    """
     loss_on: Literal["assistant", "all"] = "assistant"
     """Of chats and pairs: whether only the assistant's turns (the completion) are learned, or everything."""
     bad_lines: Literal["stop", "skip"] = "stop"
@@ -78,6 +119,6 @@ class Source(ReadingKeys):
     """One of several sources: the keys that it leaves out are those of the section ``data``."""
 
     files: Files
-    """Files, folders (searched by ``pattern``), globs, or ``python-stdlib``."""
+    """Files, folders (searched by ``pattern``), globs, ids of data sets of the Hub, or ``python-stdlib``."""
     weight: Number = Field(default=1.0, gt=0.0)
     """How often sequences are drawn from this source, relative to the others."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from veomni_core.errors import CheckpointError
 from veomni_transformers.build import load_as_trained
+from veomni_transformers.jobs.hub_snapshots import is_hub_id, snapshot
 
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER = (ADAPTER_CONFIG, "adapter_model.safetensors")
@@ -72,11 +73,14 @@ def adapted_model(checkpoint: Path, trust_remote_code: bool) -> Any:
     if not (checkpoint / _ADAPTER[1]).is_file():  # PEFT would read a pickle in its place
         raise CheckpointError(f"{checkpoint} has no {_ADAPTER[1]}, so its adapter is not complete. Restore the file")
     try:
-        base = Path(str(PeftConfig.from_pretrained(str(checkpoint)).base_model_name_or_path))
+        config = PeftConfig.from_pretrained(str(checkpoint))
     except Exception as error:  # PEFT raises whatever another form of JSON leads to
         raise CheckpointError(
             f"{checkpoint / ADAPTER_CONFIG} can't be read: {type(error).__name__}: {error}. Restore the file"
         ) from error
+    base = Path(str(config.base_model_name_or_path))
+    if is_hub_id(str(base)):
+        base = snapshot(f"{checkpoint / ADAPTER_CONFIG}", str(base), config.revision, with_weights=True)
     if not base.is_dir():
         raise CheckpointError(
             f"{checkpoint} is an adapter over {base}, and there is no such folder. Put the weights back there, or "

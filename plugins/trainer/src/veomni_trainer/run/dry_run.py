@@ -19,6 +19,7 @@ from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.checkpoints import check_plan, check_sequences
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.run.check import check_frozen
+from veomni_trainer.run.pinned_job import pinned_job
 from veomni_trainer.run.start import check_enough, check_settings, read_data, steps_of
 from veomni_trainer.run.starting_point import StartingPoint, completion, describe_resumption, starting_point
 from veomni_trainer.setup.arguments import device_of
@@ -30,6 +31,7 @@ from veomni_trainer.setup.scoring_models import with_labels
 from veomni_trainer.setup.tokenizer import job_tokenizer
 from veomni_trainer.setup.trl_arguments import check_method
 from veomni_transformers.build import build_skeleton, check_weights
+from veomni_transformers.jobs.hub_snapshots import is_offline
 
 _PARTS = {
     "weights": "weights",
@@ -151,16 +153,18 @@ def dry_run(
     transformers.utils.logging.set_verbosity_error()
     check_frozen(job)
     registry = discover()
-    job = for_this_machine(job, registry)
-    ops = ops_config(job, registry)
     folder = RunFolder(Path(job.train.output_dir))
+    job = pinned_job(for_this_machine(job, registry), folder.job if resume else None)
+    ops = ops_config(job, registry)
     point = starting_point(job, folder, resume, overwrite)
     done = completion(job, folder, point, job.train.steps)
     tokenizer = job_tokenizer(job)
     check_settings(job)
     check_model(job, tokenizer)
-    if job.model.weights:
-        check_weights(Path(job.model.weights))
+    offline = is_offline()
+    located = job.model.located(with_weights=offline)
+    if located.weights and (offline or located.weights == job.model.weights):  # others are downloaded to train
+        check_weights(Path(located.weights))
     device, under = device_of(job.train), conditions(job)
     processes = max(job.train.fsdp_size * job.train.tp_size, job.train.sp_size)
     corpus = read_data(job, tokenizer)

@@ -31,6 +31,7 @@ from veomni_trainer.run.check import check_frozen
 from veomni_trainer.run.console import is_main_process, print_once
 from veomni_trainer.run.eager import EAGER, eager_beside, train_eager
 from veomni_trainer.run.memory_errors import naming_lack_of_memory
+from veomni_trainer.run.pinned_job import pinned_job
 from veomni_trainer.run.start import prepare
 from veomni_trainer.run.starting_point import completion, starting_point
 from veomni_trainer.run.training import Ending, fit
@@ -76,8 +77,8 @@ def run_job(
     transformers.utils.logging.disable_progress_bar()
     check_frozen(job)
     registry = discover()
-    job = for_this_machine(job, registry)
     folder = RunFolder(Path(job.train.output_dir))
+    job = pinned_job(for_this_machine(job, registry), folder.job if resume else None)
     run = _Run(
         job, folder, resume, overwrite, accept_plan_change, compare, compared or bool(compare), turns, frozen, registry
     )

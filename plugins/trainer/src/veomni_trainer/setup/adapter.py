@@ -15,6 +15,7 @@ from veomni_core.errors import CheckpointError, ConfigError, HostError, did_you_
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.adapters import ADAPTER_CONFIG, is_adapter, load_adapter
 from veomni_trainer.setup.precision import precision_of
+from veomni_transformers.jobs.hub_snapshots import is_hub_id
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -82,6 +83,10 @@ def with_adapter(model: PreTrainedModel, job: Job, checkpoint: Path | None = Non
         adapted = get_peft_model(model, _config(job), autocast_adapter_dtype=job.train.precision != "bf16")
     except ValueError as error:
         raise ConfigError(f"lora: {error}") from error
+    if is_hub_id(job.model.weights):  # not the folder of this machine's cache
+        config = adapted.peft_config["default"]
+        config.base_model_name_or_path, _, commit = str(job.model.weights).partition("@")
+        config.revision = commit or job.model.revision
     if checkpoint is not None:
         _load(adapted, checkpoint)
     return adapted

@@ -125,11 +125,12 @@ def build_model(
         ConfigError: the config doesn't fit the data, or has a key that its model doesn't know.
         VeOmniError: the core finds an error in config, kernels or weights.
     """
+    given = job.model.located(with_weights=job.lora is not None or checkpoint is None).weights
+    weights = given if job.lora else checkpoint or given
     try:
-        weights = job.model.weights if job.lora else checkpoint or job.model.weights
         model = _build(job, ops, tokenizer, str(device), weights, verify=job.train.verify, check_plan=check_plan)
     except CheckpointException as error:  # of torch's distributed checkpoints; no Exception, so the core passes it by
-        raise CheckpointError(f"{checkpoint or job.model.weights} does not fit this model: {reason(error)}") from error
+        raise CheckpointError(f"{weights} does not fit this model: {reason(error)}") from error
     if weights is not None:
         _refuse_not_finite(model, weights)
     return model
@@ -186,7 +187,7 @@ def _build(
         verify=verify,
         check_plan=check_plan,
         batch=under.batch,
-        new_head=job.train.scores_sequences and weights == job.model.weights and not has_scores(job),
+        new_head=job.train.scores_sequences and weights == job.model.located().weights and not has_scores(job),
     )
 
 
@@ -198,7 +199,7 @@ def model_config(job: Job, tokenizer: Tokenizer) -> PretrainedConfig:
     Raises:
         ConfigError: the model has too few embeddings or positions for the data, or the config can't be read.
     """
-    source = job.model.source
+    source = job.model.located().source
     config = load_model_config(source, trust_remote_code=job.model.trust_remote_code)
     text_config = config.get_text_config()
     if isinstance(source, dict) and "vocab_size" not in source and job.model.weights is None:

@@ -80,6 +80,7 @@ def with_labels(job: Job, corpus: Corpus) -> Job:
 
 
 def _stored_config(job: Job) -> PretrainedConfig | None:
-    if job.model.weights is None or not (Path(job.model.weights) / "config.json").is_file():
+    weights = job.model.located().weights
+    if weights is None or not (Path(weights) / "config.json").is_file():
         return None
-    return load_model_config(job.model.weights, trust_remote_code=job.model.trust_remote_code)
+    return load_model_config(weights, trust_remote_code=job.model.trust_remote_code)

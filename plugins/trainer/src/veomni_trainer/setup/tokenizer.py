@@ -9,6 +9,7 @@ from veomni_trainer.data.tokens import ByteTokenizer, Tokenizer, has_tokenizer, 
 from veomni_trainer.job.data_section import BYTES
 from veomni_trainer.job.schema import Job
 from veomni_trainer.setup.model import padded_vocabulary
+from veomni_transformers.jobs.job_model import ModelSection
 from veomni_transformers.jobs.model_config import load_model_config
 
 
@@ -20,8 +21,8 @@ def job_tokenizer(job: Job) -> Tokenizer:
             without one and whose embeddings are too many for bytes.
         JobFileError: as :func:`load_tokenizer`.
     """
-    data, weights = job.data, job.model.weights
-    name = data.tokenizer
+    data, section = job.data, job.model.located()
+    weights, name = section.weights, data.tokenizer
     if weights is not None and has_tokenizer(Path(weights)):
         if name == BYTES:
             raise ConfigError(
@@ -32,13 +33,13 @@ def job_tokenizer(job: Job) -> Tokenizer:
     elif name is None and weights is not None:
         if not Path(weights).is_dir():  # the core refuses them, or assumes that the hardware planned for has them
             return ByteTokenizer()
-        _check_bytes(job, weights)
+        _check_bytes(section, weights)
     return load_tokenizer(name or BYTES, data.end_of_document, data.chat_template, job.model.trust_remote_code)
 
 
-def _check_bytes(job: Job, weights: str) -> None:
+def _check_bytes(section: ModelSection, weights: str) -> None:
     """Refuse to guess that ``weights`` without a tokenizer were trained on bytes, if they have more embeddings."""
-    config = load_model_config(job.model.source, trust_remote_code=job.model.trust_remote_code)
+    config = load_model_config(section.source, trust_remote_code=section.trust_remote_code)
     embeddings = config.get_text_config().vocab_size
     if embeddings > padded_vocabulary(ByteTokenizer.vocab_size):
         raise ConfigError(

@@ -41,15 +41,18 @@ class CheckedJob:
     hardware: Hardware
 
     def skeleton(self) -> Any:
-        """The job's model on the meta device. Its weights are looked for first."""
+        """The job's model on the meta device. Weights in a folder are looked for first."""
         from veomni_transformers.build import build_skeleton, check_weights
         from veomni_transformers.jobs.model_config import load_model_config
 
-        if self.section.weights is not None and not self._assumed():
-            check_weights(Path(self.section.weights))
-        dtype = self.conditions.dtype or self.section.dtype or "bfloat16"
-        trusted = self.section.trust_remote_code
-        config = load_model_config(self.section.source, trust_remote_code=trusted)
+        assumed = bool(self._assumed()) and isinstance(self.section.config, dict)
+        section = self.section if assumed else self.section.located()
+        # Weights of a Hub id may be downloaded by the training alone.
+        if section.weights is not None and section.weights == self.section.weights and not self._assumed():
+            check_weights(Path(section.weights))
+        dtype = self.conditions.dtype or section.dtype or "bfloat16"
+        trusted = section.trust_remote_code
+        config = load_model_config(section.source, trust_remote_code=trusted)
         if self.conditions.vocabulary is not None:
             config.get_text_config().vocab_size = self.conditions.vocabulary
         if self.conditions.architecture is not None:

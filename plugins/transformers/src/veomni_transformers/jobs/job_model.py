@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
-from veomni_core.errors import did_you_mean, suggest
+from veomni_core.errors import ConfigError, did_you_mean, suggest
 from veomni_core.jobs.jobfile import beside_job, job_file_error, shown
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -18,6 +19,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "model_name_or_path": ("config", "weights"),
     "model_path": ("weights", "config"),
     "checkpoint": ("weights",),
+    "model_revision": ("revision",),
     "torch_dtype": ("dtype",),
     "precision": ("dtype",),
 }
@@ -34,7 +36,9 @@ class ModelSection:
     config: str | dict[str, Any] | None = None
     """A mapping with ``model_type`` and sizes, a path, or a Hub id; without it, the weights' own config."""
     weights: str | None = None
-    """A folder of safetensors files. Without it, the weights are random."""
+    """A folder of safetensors files, or a Hub id. Without it, the weights are random."""
+    revision: str | None = None
+    """The branch, tag or commit of a Hub id; by default ``main``."""
     dtype: str | None = None
     """The dtype of the weights. Without it, what the job's training says; in a job of a model alone, bfloat16."""
     ops_implementation: dict[str, Any] | None = None
@@ -52,6 +56,46 @@ class ModelSection:
         source = self.config if self.config is not None else self.weights
         assert source is not None
         return source
+
+    def pinned(self, known: Mapping[str, str] = MappingProxyType({})) -> ModelSection:
+        """The section with Hub ids at a commit, as ``owner/name@commit``; the same if it names nothing there.
+
+        Args:
+            known: ids at a commit, by ``id`` or ``id@revision``, that are taken in place of what the Hub has now.
+
+        Raises:
+            ConfigError: there is a revision, and nothing on the Hub that it is of.
+            HostError: the Hub and its cache don't have what is named.
+        """
+        from veomni_transformers.jobs.hub_snapshots import is_hub_id, pinned
+
+        names = {"config": self.config, "weights": self.weights}
+        changes: dict[str, Any] = {
+            key: pinned(f"model.{key}", str(name), self.revision, known=known)
+            for key, name in names.items()
+            if is_hub_id(name)
+        }
+        if self.revision is not None and not changes:
+            raise ConfigError(
+                "model.revision is that of a Hub id, and neither model.weights nor model.config is one; remove it"
+            )
+        return replace(self, **changes)
+
+    def located(self, with_weights: bool = False) -> ModelSection:
+        """The section with folders of the Hub's cache in place of Hub ids. What is missing there is downloaded.
+
+        Args:
+            with_weights: whether the files of the weights too.
+        """
+        from veomni_transformers.jobs.hub_snapshots import is_hub_id, snapshot
+
+        changes: dict[str, Any] = {}
+        if is_hub_id(self.config):
+            changes["config"] = str(snapshot("model.config", str(self.config), self.revision))
+        if is_hub_id(self.weights):
+            folder = snapshot("model.weights", str(self.weights), self.revision, with_weights=with_weights)
+            changes["weights"] = str(folder)
+        return replace(self, **changes)
 
     def beside(self, folder: Path) -> ModelSection:
         """The section with relative paths looked up in ``folder`` first, then in the working directory."""
@@ -93,7 +137,9 @@ def read_model_section(value: Any) -> ModelSection:
             if not accepts(item):
                 problems[f"model.{key}"] = f"must be {wanted}, got {shown(item)}{_hint(name, item)}"
     if section.get("config") is None and section.get("weights") is None:
-        problems["model"] = "needs config (a mapping with model_type, a path, or a Hub id), or weights (a folder)"
+        problems["model"] = (
+            "needs config (a mapping with model_type, a path, or a Hub id), or weights (a folder or a Hub id)"
+        )
     if problems:
         raise ModelSectionError(problems)
     return ModelSection(**section)
@@ -121,6 +167,7 @@ def model_section_of(job: Mapping[str, Any], source: str, folder: Path) -> Model
 _WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "config": ("text or a mapping", lambda value: value is None or isinstance(value, (str, dict))),
     "weights": ("text", lambda value: value is None or isinstance(value, str)),
+    "revision": ("text", lambda value: value is None or isinstance(value, str)),
     "dtype": (f"{', '.join(map(repr, DTYPES[:-1]))} or {DTYPES[-1]!r}", lambda value: value is None or value in DTYPES),
     "ops_implementation": ("a mapping", lambda value: value is None or isinstance(value, dict)),
     "modeling": ("text", lambda value: value is None or isinstance(value, str)),

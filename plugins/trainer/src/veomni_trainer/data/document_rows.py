@@ -1,0 +1,154 @@
+"""Rows of tables as documents to learn from: texts, chats, prompts with completions, and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from veomni_core.commands import shown
+from veomni_trainer.data.chat import Chats
+from veomni_trainer.data.columns import (
+    check_columns,
+    check_unread,
+    describe,
+    find_columns,
+    names_of,
+    unread_that_matter,
+)
+from veomni_trainer.data.documents import Document, Example
+from veomni_trainer.data.messages import read_messages
+from veomni_trainer.data.prompts import PromptReader, text_of, value_of, with_system
+from veomni_trainer.data.reading import BadLine, Reading, Unreadable
+from veomni_trainer.data.tables import Row
+from veomni_trainer.data.tokens import Tokenizer
+from veomni_trainer.job.source_keys import Columns, Source
+
+ReadRow = Callable[[Row], Example | Document | None]
+
+
+class DocumentRows:
+    """Makes a document of each row of one source; the columns of its first table are those of all its tables."""
+
+    needs = ""  # a file of text is a document too
+
+    def __init__(self, source: Source, tokenizer: Tokenizer, reading: Reading) -> None:
+        self._source, self._tokenizer, self._reading = source, tokenizer, reading
+        self._columns: Columns | None = None
+        self._read: ReadRow | None = None
+
+    def begin(self, there: Mapping[str, str], has_schema: bool) -> list[str]:
+        """Prepare for the rows of a table with the columns ``there``; returns the names of those to read.
+
+        Raises:
+            Unreadable: it can't be said which they are, or this tokenizer can't learn from them.
+        """
+        written = self._source.columns
+        if self._columns is None:
+            self._columns = written or find_columns(there, may_have_more=not has_schema)
+            self._read = self._reader(self._columns)
+            self._reading.unused = [name for name in there if name not in names_of(self._columns)]
+        if has_schema:  # tools are left out where a chat has none, unless the job names their column
+            check_columns(names_of(written or self._columns.model_copy(update={"tools": None})), there)
+        return [*names_of(self._columns), *unread_that_matter(self._columns, there)]
+
+    def read(self, row: Row) -> Example | Document | None:
+        """The document of a row, or ``None`` of a row without text.
+
+        Raises:
+            BadLine: the row holds something else.
+        """
+        if self._read is None or self._columns is None:
+            raise BadLine("an object without columns")
+        check_unread(row, self._columns)
+        return self._read(row)
+
+    def show(self, read: Example | Document) -> None:
+        """Keep the first row, as the user may see it."""
+        if isinstance(read, Document):
+            pretrained = self._tokenizer.pretrained
+            ids = read.ids[:64].tolist()
+            self._reading.show(Example(str(pretrained.decode(ids) if pretrained else ids)))
+        else:
+            self._reading.show(read)
+
+    def _reader(self, columns: Columns) -> ReadRow:
+        loss_on, tokenizer = self._source.loss_on, self._tokenizer
+        if columns.prompt is not None and columns.completion is None:
+            raise Unreadable("has prompts, and data.columns names no completion, which this train.method learns")
+        if columns.chosen is not None:
+            raise Unreadable("has answers of which one is preferred, and this train.method learns completions")
+        prompts = PromptReader(columns, self._source.prompt_format, tokenizer.chats is not None)
+        self._reading.columns = describe(columns, loss_on, prompts.form)
+        if columns.input_ids is not None:
+            return lambda row: _tokens(row, columns, loss_on, tokenizer.vocab_size)
+        if columns.text is None and loss_on == "assistant" and not tokenizer.has_offsets:
+            raise Unreadable(
+                "can't be learned in part, since this tokenizer doesn't say which characters a token stands for. Write "
+                "data.loss_on: all, or a tokenizer with a tokenizer.json"
+            )
+        text, messages, tools = columns.text, columns.messages, columns.tools or ""
+        if text is not None:
+            return lambda row: Example(written) if (written := text_of(row, text)) else None
+        chats = Chats(tokenizer.chats, loss_on, self._reading.not_rendered) if tokenizer.chats else None
+        if messages is None:
+            return lambda row: _pair(row, prompts, chats, tools, loss_on)
+        prompts.check_template(messages)
+        assert chats is not None
+        system = columns.system or ""
+        return lambda row: chats.example(
+            with_system(read_messages(value_of(row, messages)), text_of(row, system) if row.get(system) else ""),
+            row.get(tools),
+        )
+
+
+def _pair(row: Row, prompts: PromptReader, chats: Chats | None, tools: str, loss_on: str) -> Example:
+    """A prompt and what follows it. The end token is learned too, since the completion ends there."""
+    prompt, answers = prompts.read(row, ("completion",))
+    completion = answers["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if row.get(tools):
+            raise BadLine(f"column {tools!r} is not empty, and texts have no place for tools")
+        text = prompt + completion
+        return Example(text, None if loss_on == "all" else ((len(prompt), len(text)),))
+    assert chats is not None and not isinstance(prompt, str) and not isinstance(completion, str)
+    for message in prompt if loss_on != "all" else ():
+        message.excluded = True
+    return chats.example([*prompt, *completion], row.get(tools))
+
+
+def _tokens(row: Row, columns: Columns, loss_on: str, vocabulary: int) -> Document | None:
+    """A document of the row's own tokens, to which nothing is added."""
+    assert columns.input_ids is not None
+    ids = _integers(row, columns.input_ids, 0, vocabulary - 1)
+    if columns.attention_mask is not None:
+        real = _integers(row, columns.attention_mask, 0, 1, len(ids)).astype(np.bool_)
+    else:
+        real = np.ones(len(ids), np.bool_)
+    learned = None
+    if columns.labels is not None:
+        labels = _integers(row, columns.labels, -100, vocabulary - 1, len(ids))
+        learned = labels != -100
+        if wrong := np.flatnonzero(learned & (labels != ids)).tolist():
+            raise BadLine(
+                f"column {columns.labels!r} has {labels[wrong[0]]} where the token is {ids[wrong[0]]} (at "
+                f"{wrong[0]}); a label is its token, or -100, and is not shifted"
+            )
+    elif columns.loss_mask is not None:
+        learned = _integers(row, columns.loss_mask, 0, 1, len(ids)).astype(np.bool_)
+    kept = ids[real].astype(np.uint16 if vocabulary <= 2**16 else np.uint32)
+    if not len(kept):
+        return None
+    return Document(kept, None if learned is None or loss_on == "all" else learned[real])
+
+
+def _integers(row: Row, name: str, least: int, most: int, length: int | None = None) -> Any:
+    values = value_of(row, name)
+    if not isinstance(values, list) or not all(isinstance(each, (int, bool)) for each in values):
+        raise BadLine(f"column {name!r} must be a list of integers, got {shown(values)}")
+    if length is not None and len(values) != length:
+        raise BadLine(f"column {name!r} has {len(values)} values for {length} tokens")
+    if out := [each for each in values if not least <= each <= most]:
+        raise BadLine(f"column {name!r} has {out[0]}, which is not between {least} and {most}")
+    return np.asarray(values, np.int64)
