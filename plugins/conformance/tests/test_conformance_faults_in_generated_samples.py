@@ -18,8 +18,8 @@ from veomni_ops import chunk_gated_delta_rule, kda, load_balancing_loss, rms_nor
 from veomni_ops.contract import Size
 
 
-def wrong_past_32_rows(gate, up):
-    return right(gate, up) * (1.01 if gate.dim() > 1 and gate.shape[0] > 32 else 1.0)
+def wrong_at_33_rows(gate, up):
+    return right(gate, up) * (1.01 if gate.dim() > 1 and gate.shape[0] == 33 else 1.0)
 
 
 def wrong_where_equal_values_meet_a_frozen_input(gate, up):
@@ -54,7 +54,7 @@ def overflows_where_rows_are_large(x, weight, eps):
 
 _NORM, _BALANCE = {"op": "rms_norm"}, {"op": "load_balancing_loss"}
 FAULTS = [
-    (wrong_past_32_rows, "33 rows", {}),
+    (wrong_at_33_rows, "33 rows", {}),
     (wrong_where_equal_values_meet_a_frozen_input, "frozen yes", {}),
     (flushes_denormal_numbers, "values denormal", {}),
     (wrong_where_rows_overlap, "memory overlapping", {}),
@@ -77,7 +77,7 @@ def as_spec(contract):
 
 
 def test_the_same_calls_are_generated_every_time():
-    assert failures_of(wrong_past_32_rows) == failures_of(wrong_past_32_rows)
+    assert failures_of(wrong_at_33_rows) == failures_of(wrong_at_33_rows)
 
 
 def test_changes_that_must_meet_are_found_and_reported_in_their_simplest_form():

@@ -11,6 +11,7 @@ from ulysses_ranks import check, close, size
 
 from counting_kernels import calls, counting_registry
 from models import EVERY_KERNEL, build, tokens
+from planned_norms import vouching
 from veomni_core import KernelSpec, bind
 from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import Registry, build_registry
@@ -44,7 +45,8 @@ def registry() -> Registry:
     )
     counting = next(plugin for plugin in counting_registry("one").plugins if plugin.kernels)
     both = (*counting.kernels, *attention)
-    return build_registry([*definitions(), dataclasses.replace(counting, kernels=both)], {})
+    found = build_registry([*definitions(), dataclasses.replace(counting, kernels=both)], {})
+    return vouching(found, *both, distribution=counting.distribution)
 
 
 def compare(

@@ -135,7 +135,8 @@ def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         raise BoundModelPickleError(NO_PICKLE)
     eager = eager_class(type(self))
     below = eager_class(next(kind for kind in type(self).__mro__ if EAGER in vars(kind)))
-    make, arguments, *rest = below.__reduce_ex__(self, protocol)
+    reduced: Any = below.__reduce_ex__(self, protocol)
+    make, arguments, *rest = reduced
     if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
         return (make, tuple(eager if each is type(self) and not copying else each for each in arguments), *rest)
     if copying:

@@ -86,7 +86,7 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
         HostError: this machine's libraries can't shard models, or the processes are not as many as the sizes need.
     """
     config = model_config(job, tokenizer)
-    options = {"trust_remote_code": job.model.trust_remote_code, "modeling": job.model.modeling}
+    options: Any = {"trust_remote_code": job.model.trust_remote_code, "modeling": job.model.modeling}
     skeleton: Any = unbound_skeleton(config, **options)
     if not job.train.scores_sequences:
         check_causal(skeleton)

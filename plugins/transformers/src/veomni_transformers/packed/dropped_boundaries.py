@@ -58,8 +58,8 @@ def _calls_in(node: ast.AST, layer: nn.Module) -> Iterator[tuple[str, bool]]:
                 comparators=[ast.Constant(value=value)],
             )
         ) if hasattr(layer, kind):  # a layer of several kinds: Nemotron-H calls its MLPs with the input alone
-            for each in node.body if getattr(layer, kind) == value else node.orelse:
-                yield from _calls_in(each, layer)
+            for statement in node.body if getattr(layer, kind) == value else node.orelse:
+                yield from _calls_in(statement, layer)
             return
     for each in ast.iter_child_nodes(node):
         yield from _calls_in(each, layer)
