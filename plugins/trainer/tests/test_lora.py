@@ -195,7 +195,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["train.parameter_groups=[{match: model.norm.weight, weight_decay: 0}]"],
         "'model.norm.weight': no trained parameter has such a name",
     ),
-    "shards": (["train.fsdp_size=2"], "lora is not tested over models or sequences that processes share"),
+    "shards": (["train.fsdp_size=2", "train.tp_size=2"], "lora is tested over models that are sharded by fsdp_size"),
     "an unknown start": (["lora.init_lora_weights=pissa"], "lora.init_lora_weights: must be"),
     "an unknown type": (["lora.quantization=int3"], "lora.quantization: must be 'nf4' or 'fp4', got 'int3'"),
     "frozen weights of another kind": (["model.dtype=float16"], "model.dtype: float16 holds nothing below"),

@@ -232,7 +232,7 @@ def test_the_jobs_of_the_page_train(here: Path, over_weights: tuple[str, ...]) -
     (reward,) = [text for language, text in blocks if language == "python"]
     with (here / "rewards.py").open("a", encoding="utf-8") as file:
         file.write(reward)
-    short = {"dpo": (), "grpo": ("train.grpo.max_completion_length=8",)}
+    short = {"dpo": (), "grpo": ("train.grpo.max_completion_length=8",), "classify": ()}
     methods = []
     for text in jobs:
         method = yaml.safe_load(text)["train"]["method"]
@@ -242,4 +242,4 @@ def test_the_jobs_of_the_page_train(here: Path, over_weights: tuple[str, ...]) -
         settings = (*few, "data.sequence_length=96", f"train.output_dir={here / method}", *short[method])
         run_job(load_job(here / "page.yaml", settings))
         assert len(rows_of(here / method)) == 1
-    assert methods == ["dpo", "grpo"]
+    assert methods == ["dpo", "grpo", "classify"]

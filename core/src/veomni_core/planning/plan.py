@@ -172,7 +172,7 @@ class Plan:
 
         Fields that a preset fills and that the model has no site for are only counted, unless ``everything`` is true.
         """
-        rows = []
+        rows: list[tuple[str, ...]] = []
         hidden = [op.op_name for op in self.ops if not (op.sites or op.written or everything)]
         presets = " and ".join(dict.fromkeys(f"preset {op.preset}" for op in self.ops if not op.written))
         for op in self.ops:

@@ -203,8 +203,8 @@ def load_as_trained(path: Path, trust_remote_code: bool = False, config: ConfigS
     """
     check_weights(path)
     read = load_model_config(config or str(path), trust_remote_code=trust_remote_code)
-    options = _model_class(read), read, path, "auto", torch.device("cpu"), trust_remote_code, {}, config is not None
-    return _load_weights(*options)  # type: ignore[no-any-return]
+    kind, cpu = _model_class(read), torch.device("cpu")
+    return _load_weights(kind, read, path, "auto", cpu, trust_remote_code, {}, config is not None)  # type: ignore[no-any-return]
 
 
 def build_skeleton(

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from pydantic import AfterValidator, Field
 
 from veomni_trainer.job.section import Section
+
+
+def hub_name(name: str) -> str:
+    """``name``, if it can be that of a repository of the Hub.
+
+    Raises:
+        ValueError: it can't.
+    """
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ValueError(str(error)) from None
+    if "/" not in name:
+        raise ValueError(f"write whose repository it is: org/{name}")
+    return name
 
 
 class ProfileKeys(Section):
@@ -36,6 +53,8 @@ class OutputKeys(Section):
     export: bool | Literal["merged"] = False
     """Whether the last checkpoint's weights are also written as plain safetensors; of LoRA the adapter, or with
     ``merged`` the weights with the adapter in them."""
+    push_to: Annotated[str, AfterValidator(hub_name)] | None = None
+    """The Hub's repository, ``org/name``, that the export is sent to at the end; a new one is private."""
     expert_loads: bool | None = None
     """Whether to measure how many tokens each expert gets; by default where ``ep_size`` is above 1."""
     profile: ProfileKeys | None = None

@@ -77,6 +77,7 @@ KEYS: Mapping[str, OnResume] = {
     "train.keep_checkpoints": _APPLIED,
     "train.on_bad_loss": _APPLIED,
     "train.export": _APPLIED,
+    "train.push_to": _APPLIED,
     "train.expert_loads": _APPLIED,
     "train.profile": _APPLIED,
     "train.report_to": _APPLIED,

@@ -70,10 +70,17 @@ class Job(Section):
             return self
         if self.model.weights is None:
             raise ValueError("lora trains an adapter over weights that stay as they are; name them as model.weights")
-        if train.is_sharded or train.fsdp or train.sp_size > 1:
+        if train.tp_size > 1 or train.ep_size > 1 or train.fsdp or train.sp_size > 1:
             raise ValueError(
-                "lora is not tested over models or sequences that processes share; write 1 for fsdp_size, tp_size and "
-                "sp_size, and fsdp: false. Several processes can train it, each with its own copy of the model"
+                "lora is tested over models that are sharded by fsdp_size alone; write 1 for tp_size, ep_size and "
+                "sp_size, and fsdp_size: N in place of fsdp: true"
+            )
+        beyond = {name: getattr(self.lora, name) for name in ("quantization", "target_parameters", "modules_to_save")}
+        beyond["use_dora"] = self.lora.use_dora
+        if train.is_sharded and (unsharded := [f"lora.{name}" for name, value in beyond.items() if value]):
+            raise ValueError(
+                f"{' and '.join(unsharded)} needs whole weights, and train.fsdp_size shards them; leave that out, or "
+                "write fsdp_size: 1: several processes can train an adapter, each with its own copy of the model"
             )
         if self.lora.quantization and train.precision == "fp16_mixed":
             raise ValueError("lora.quantization is not tested under train.precision: fp16_mixed; write bf16_mixed")
@@ -180,6 +187,8 @@ class Job(Section):
                 "train.export writes the last checkpoint's weights as plain files: that needs a checkpoint, and "
                 "accelerate's FSDP writes none that can be read so; set save_every, or fsdp_size in place of fsdp: true"
             )
+        if train.push_to and not train.export:
+            raise ValueError("train.push_to sends the export to the Hub; set train.export: true, or merged for LoRA")
         if train.shadow and (train.torch_compile or train.is_sharded or train.fsdp or train.sp_size > 1):
             raise ValueError(
                 "train.shadow runs modules' own code on their inputs, which a compiled model, or one whose weights or "

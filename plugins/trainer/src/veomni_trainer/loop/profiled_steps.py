@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
@@ -112,7 +113,7 @@ def summary(recorded: profile, device: torch.device, seconds: float, steps: int)
     """
     on_cpu = device.type == "cpu"
     events: Any = recorded.events() or []
-    kernels = [each for each in events if each.device_type != torch.autograd.DeviceType.CPU]
+    kernels = [each for each in events if each.device_type != DeviceType.CPU]
     work = events if on_cpu else kernels
     spans = [
         (each.time_range.start, each.time_range.end)
@@ -128,7 +129,7 @@ def summary(recorded: profile, device: torch.device, seconds: float, steps: int)
             own[each.name] += each.self_cpu_time_total if on_cpu else each.time_range.elapsed_us()
             calls[each.name] += 1
     for each in events:
-        if each.name.startswith(_MARK) and each.device_type == torch.autograd.DeviceType.CPU:
+        if each.name.startswith(_MARK) and each.device_type == DeviceType.CPU:
             name = each.name.removeprefix(_MARK)
             within[name] += each.cpu_time_total if on_cpu else each.device_time_total
             entered[name] += 1

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
@@ -79,14 +81,38 @@ class ShardedTrainer(Trainer):
         """Under tensor parallelism FSDP reduces each micro-batch's gradients; ``accumulation`` says why."""
         return nullcontext() if self._train.tp_size > 1 else super()._defer_fsdp_gradient_reduction()
 
+    @property
+    def _saves_shards(self) -> bool:
+        """Whether each process writes its own part. An adapter lies whole on each, so the first process writes it."""
+        return self._train.is_sharded and not hasattr(self.model, "peft_config")
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Average the gradients of an adapter over a sharded model, once a step.
+
+        As ``Trainer`` does it, but by a sum and a quotient: gloo has no mean.
+        """
+        if not self._train.is_sharded or self.args.world_size == 1:
+            return
+
+        def average(parameter: torch.Tensor) -> None:
+            if self.accelerator.sync_gradients and parameter.grad is not None:
+                distributed.all_reduce(parameter.grad)
+                parameter.grad /= self.args.world_size
+
+        for parameter in model.parameters():
+            if parameter.requires_grad and not isinstance(parameter.data, DTensor):
+                with torch.no_grad():
+                    distributed.broadcast(parameter.data, src=0)
+                parameter.register_post_accumulate_grad_hook(average)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if not self._train.is_sharded:
+        if not self._saves_shards:
             return super()._save(output_dir, state_dict)
         model: Any = self.model
         save_weights(model, Path(output_dir or str(self.args.output_dir)))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self._train.is_sharded:
+        if not self._saves_shards:
             return super()._save_optimizer_and_scheduler(output_dir)
         model, optimizer, scheduler = self._trained()
         save_optimizer(model, optimizer, Path(output_dir))

@@ -127,7 +127,7 @@ class Answerer:
             )
         new = found[0, ids.shape[1] :].tolist()
         ended = bool(new) and new[-1] in self.ends
-        return Answer(self.tokenizer.decode(new, skip_special_tokens=True), len(new), ended)
+        return Answer(str(self.tokenizer.decode(new, skip_special_tokens=True)), len(new), ended)
 
     def _encoded(self, prompt: str | Messages) -> Any:
         if isinstance(prompt, str):
@@ -137,7 +137,8 @@ class Answerer:
                 f"{self.folder}: its tokenizer has no chat template; continue a text with veomni generate"
             )
         options: dict[str, Any] = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        return self.tokenizer.apply_chat_template(list(prompt), **options)["input_ids"]
+        rendered: Any = self.tokenizer.apply_chat_template([dict(turn) for turn in prompt], **options)
+        return rendered["input_ids"]
 
 
 def _weights_in(source: Path) -> Path:

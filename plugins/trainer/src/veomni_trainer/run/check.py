@@ -64,5 +64,5 @@ def check_loaded(job: Job, hardware: Hardware) -> JobConditions:
     tokenizer = job_tokenizer(job)
     check_model(job, tokenizer)
     config = model_config(job, tokenizer)
-    architecture = (config.architectures or [None])[0] if job.train.scores_sequences else None
+    architecture = next(iter(config.architectures or ()), None) if job.train.scores_sequences else None
     return replace(conditions(job), vocabulary=config.get_text_config().vocab_size, architecture=architecture)

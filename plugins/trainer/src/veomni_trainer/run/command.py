@@ -113,15 +113,26 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a LoRA run: the weights with the adapter in them, not the adapter.")
     ] = False,
+    push_to: Annotated[
+        str | None, typer.Option("--push-to", metavar="ORG/NAME", help="Send them to this repository of the Hub too.")
+    ] = None,
 ) -> None:
     """Write a checkpoint's weights as a plain folder of safetensors, which from_pretrained loads."""
     from transformers.utils import logging
 
+    from veomni_trainer.job.output_keys import hub_name
     from veomni_trainer.output.export import export_checkpoint
     from veomni_trainer.output.folder import RunFolder
+    from veomni_trainer.output.hub import check_push, push
 
+    try:
+        check_push(push_to and hub_name(push_to))
+    except ValueError as error:
+        raise ConfigError(f"--push-to {push_to}: {error}") from None
     logging.disable_progress_bar()
     run = RunFolder(source)
     checkpoint = run.last_checkpoint()[1] if run.checkpoints() else source
     said = export_checkpoint(checkpoint, folder, trust_remote_code, merge)
     print(f"{checkpoint} -> {folder}: {said}")
+    if push_to:
+        print(push(folder, push_to))

@@ -23,6 +23,7 @@ from veomni_trainer.loop.signals import INTERRUPTED
 from veomni_trainer.output.disk import naming_failed_writes
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.hub import push
 from veomni_trainer.output.lock import locked
 from veomni_trainer.report.ending import RunEnding, State
 from veomni_trainer.report.write import describe_run, write_report
@@ -165,6 +166,8 @@ class _Run:
                 said = export_checkpoint(last, folder.exported, job.model.trust_remote_code, merges)
                 print(f"weights: {folder.exported}: {said}", flush=True)
             write_report(folder, RunEnding(state, ending.bad_step), said)
+        if job.train.push_to and said:
+            print_once(f"push_to: {push(folder.exported, job.train.push_to)}")
         print_once(describe_run(folder))
 
 

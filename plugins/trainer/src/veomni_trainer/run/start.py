@@ -28,6 +28,7 @@ from veomni_trainer.loop.optimizers import check_optimizer
 from veomni_trainer.loop.schedules import check_schedule
 from veomni_trainer.loop.trackers import check_trackers
 from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.hub import check_push
 from veomni_trainer.output.trained_sample import Sample, sample_ids
 from veomni_trainer.run.console import print_once
 from veomni_trainer.run.starting_point import StartingPoint, describe_resumption
@@ -158,9 +159,10 @@ def check_settings(job: Job) -> None:
 
     Raises:
         ConfigError: a schedule, an optimizer or one of their options that there isn't.
-        HostError: a package is missing.
+        HostError: a package, or a token for the Hub, is missing.
     """
     check_trackers(job.train.report_to)
+    check_push(job.train.push_to)
     check_schedule(job.train)
     check_optimizer(job.train)
     check_packages(job, to_train=True)

@@ -51,7 +51,7 @@ def starting_point(job: Job, folder: RunFolder, resume: bool | Path, overwrite: 
     if any(checkpoint.glob(_FSDP_WEIGHTS)) != job.train.fsdp:
         written = "false" if job.train.fsdp else "true"
         raise CheckpointError(f"{checkpoint} was written with train.fsdp: {written}; resume with the same value")
-    if job.train.is_sharded and not is_sharded(checkpoint):
+    if job.train.is_sharded and not is_sharded(checkpoint) and job.lora is None:
         raise CheckpointError(
             f"{checkpoint} was not written by a sharded job, so its optimizer can't be read in shards; resume without "
             "train.fsdp_size, tp_size and ep_size, or name the checkpoint as model.weights of a new job"

@@ -15,7 +15,7 @@ from veomni_core.errors import JobFileError, TrainingDivergedError
 Reward = Callable[..., list[float | None]]
 
 
-def load_reward(reference: str, key: str) -> Reward:
+def load_reward(reference: str, key: str = "train.grpo.reward") -> Reward:
     """The function that ``module:function`` or ``path/to/file.py:function`` names, with its results checked.
 
     ``key`` is the job's key that names it, for messages.
