@@ -83,8 +83,10 @@ def test_a_job_of_ids_trains_and_its_record_has_the_commits(
     ]
 
 
-@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["whole", "adapter"])
-@pytest.mark.thorough(one_per=["lora"])
+@pytest.mark.parametrize(
+    "lora",
+    [pytest.param({}, id="whole"), pytest.param({"lora": {"rank": 2}}, id="adapter", marks=pytest.mark.thorough)],
+)
 def test_a_resumed_run_keeps_its_commits(
     hub_job: dict[str, Any],
     hub: HubCache,

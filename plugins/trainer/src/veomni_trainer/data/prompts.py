@@ -44,7 +44,7 @@ class PromptReader:
             chat = self._turns(value_of(row, columns.messages), columns.messages, learned=True)
             return self._within(row, None, {"completion": chat})
         answers = {name: self._said(row, getattr(columns, name) or name) for name in names}
-        prompt = self._prompt(row) if columns.prompt is not None else None
+        prompt = self.prompt(row) if columns.prompt is not None else None
         kinds = {type(each) for each in answers.values()}
         if len(kinds) > 1:
             raise BadLine(f"{', '.join(names)} must all be text, or all be chats")
@@ -61,9 +61,6 @@ class PromptReader:
 
     def prompt(self, row: Row) -> Said:
         """The prompt alone, as text or as turns."""
-        return self._prompt(row)
-
-    def _prompt(self, row: Row) -> Said:
         name = str(self._columns.prompt)
         said = self._said(row, name, learned=False)
         if isinstance(said, list):
