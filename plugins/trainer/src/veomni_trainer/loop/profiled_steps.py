@@ -29,13 +29,13 @@ class ProfiledSteps(TrainerCallback):
     """Profiles the steps that the job names, in the first process, and writes the trace and the table.
 
     Args:
-        model: its modules' forwards are marked in the trace.
+        model: its modules' forwards are marked in the trace; ``None`` of a compiled one, which hooks would break up.
         keys: how many steps, and after how many.
         folder: where the files go.
         done: is called with the line for the terminal.
     """
 
-    def __init__(self, model: nn.Module, keys: ProfileKeys, folder: Path, done: Callable[[str], None]) -> None:
+    def __init__(self, model: nn.Module | None, keys: ProfileKeys, folder: Path, done: Callable[[str], None]) -> None:
         self._model, self._folder, self._done = model, folder, done
         self._wait, self._left = keys.wait, keys.steps
         self._profile: profile | None = None
@@ -61,7 +61,7 @@ class ProfiledSteps(TrainerCallback):
             self._end(args.device)
 
     def _start(self, device: torch.device) -> None:
-        for name, module in self._model.named_modules():
+        for name, module in self._model.named_modules() if self._model else ():
             if (name and any(True for _ in module.parameters(recurse=False))) or _is_layer(name):
                 self._mark(_NUMBER.sub(".*", name), module)
         wait_for(device)

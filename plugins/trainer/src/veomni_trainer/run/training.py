@@ -81,7 +81,8 @@ def fit(start: Start, compared: bool = False, turns: AlternatingSteps | None = N
         early = [EarlyStop(train)] if train.early_stop else []
         beside: list[Any] = [ShadowedSteps(start.base, train.shadow, loads)] if train.shadow else []
         if train.profile:
-            beside.append(ProfiledSteps(start.base, train.profile, folder.profile, print_once))
+            marked = None if train.torch_compile or train.cuda_graphs else start.base
+            beside.append(ProfiledSteps(marked, train.profile, folder.profile, print_once))
         callbacks = [*beside, record, trackers, interrupt, *early, saver, *([turns] if turns else [])]
         trainer = _trainer(start, record.on_row, callbacks, loads)
         if turns:
