@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from counting_kernels import calls, counting_registry
-from veomni_core import bind
+from models import build, step
+from veomni_core import bind, build_foundation_model
 from veomni_core.errors import HostError, JobFileError
 from veomni_patchgen import PatchError, generate
 from veomni_patchgen.cli import patchgen
@@ -84,6 +86,28 @@ def test_slots_of_a_generated_file_hold_each_models_own_kernel(tmp_path):
     assert calls[("rms_norm", "standard", "one")] == calls[("rms_norm", "standard", "two")] == 9
     assert calls[("moe_experts", "standard", "one")] == calls[("swiglu_mlp", "standard", "two")] == 1
     assert calls[("rotary_pos_emb", "full", "one")] == 2
+
+
+@pytest.mark.thorough
+def test_a_generated_model_loads_and_saves_experts_as_they_are_published(tmp_path):
+    upstream = build("qwen3_moe")
+    upstream.save_pretrained(tmp_path / "weights")
+    patchgen([str(EXAMPLES / "qwen3_moe.py")], output=tmp_path)
+    model = build_foundation_model(
+        str(tmp_path / "weights"),
+        tmp_path / "weights",
+        ops_implementation={"preset": "eager", "moe_implementation": "grouped_mm"},
+        torch_dtype="float32",
+        init_device="cpu",
+        device="cpu",
+        modeling=tmp_path / "patched_modeling_qwen3_moe.py",
+    )
+    (wanted, gradients), (loss, found) = step(upstream), step(model.train())
+    assert torch.allclose(loss, wanted) and all(torch.allclose(found[k], gradients[k], atol=1e-6) for k in gradients)
+    model.save_pretrained(tmp_path / "saved")
+    stored = [load_file(tmp_path / name / "model.safetensors") for name in ("weights", "saved")]
+    assert stored[0].keys() == stored[1].keys() and any(".experts.0.gate_proj" in name for name in stored[0])
+    assert all(torch.equal(stored[0][name], stored[1][name]) for name in stored[0])
 
 
 @pytest.mark.thorough

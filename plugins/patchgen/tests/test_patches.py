@@ -80,9 +80,14 @@ def test_what_wraps_an_init_calls_upstreams_once_under_inheritance(planted):
     assert twin.seen == ["norm", "layer", "twin"] and (twin.width, twin.deep) == (3, True)
 
 
+OWN = """class DenseThird(DenseTwin):
+    def forward(self, x):
+        return x"""
+
+
 def test_an_inherited_method_is_overridden_in_the_one_class(planted):
-    names = run(
-        planted.generate("""
+    planted.change("class DenseTwin(DenseLayer): ...", "class DenseTwin(DenseLayer): ...\n\n\n" + OWN)
+    generated = planted.generate("""
         @config.override_method("DenseTwin.forward")
         def forward(self, x):
             return super().forward(x) + 100
@@ -91,6 +96,9 @@ def test_an_inherited_method_is_overridden_in_the_one_class(planted):
         def added(self):
             return 1
         """)
+    names = run(generated)
+    assert (
+        "override_method DenseTwin.forward does not reach DenseThird, which has a forward of its own" in generated.notes
     )
     assert names["DenseTwin"](2).forward(3) == 107 and names["DenseLayer"](2).forward(3) == 7
     assert names["DenseTwin"](2).added() == 1

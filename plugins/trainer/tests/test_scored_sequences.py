@@ -80,7 +80,7 @@ def test_longer_texts_are_counted_and_longer_pairs_refused(
     go("classify", "train.steps=1", "data.sequence_length=8")
     assert re.search(r"warning: 1\d texts are longer than data\.sequence_length 8", capsys.readouterr().out)
     with pytest.raises(JobFileError, match=r"pair 1 has \d+ tokens, and data.sequence_length is 40; raise it"):
-        go("reward", "train.steps=1", "data.sequence_length=40")
+        go("reward", "train.steps=1", "data.sequence_length=40", overwrite=True)
 
 
 @pytest.mark.thorough

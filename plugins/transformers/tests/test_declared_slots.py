@@ -13,7 +13,7 @@ from torch import nn
 from counting_kernels import calls, counting_registry
 from models import build
 from veomni_core import OpSlot, bind, find_sites
-from veomni_core.errors import ConformanceError
+from veomni_core.errors import BindingError, ConformanceError
 from veomni_ops.rms_norm import standard
 
 REGISTRY = counting_registry("one", "two", ops=("rms_norm",))
@@ -204,3 +204,27 @@ def test_verify_lists_what_it_could_not_run():
         model = build("llama")
     (left_out,) = bind(model, ask("one"), registry=REGISTRY, verify=True).receipt.to_dict()["not_verified"]
     assert left_out.startswith("rms_norm/standard:one: the model has weights on the meta device")
+
+
+class Rotation(nn.Module):
+    """As VeOmni's generated code declares it."""
+
+    slot = OpSlot("apply_rotary_pos_emb", "full")
+
+    def forward(self, q, k, cos, sin):
+        return self.slot(q, k, cos, sin) if self.slot.has_kernel else (q, k)
+
+
+def test_slots_under_veomnis_names_are_bound():
+    model = nn.Sequential(Rotation())
+    registry = counting_registry("one", ops=("rotary_pos_emb",))
+    assert not model[0].slot.has_kernel
+    bind(model, {"preset": "eager", "rotary_pos_emb_implementation": "one"}, registry=registry)
+    calls.clear()
+    model[0](torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), torch.ones(1, 3, 4), torch.ones(1, 3, 4))
+    assert model[0].slot.has_kernel and calls[("rotary_pos_emb", "full", "one")] == 1
+
+
+def test_a_kernels_name_is_answered_with_the_line_that_binds_it():
+    with pytest.raises(BindingError, match=r"A model binds it by its name: .*bind\(model, {'rms_norm_impl.*: 'liger'}"):
+        OpSlot("rms_norm").bind("liger")

@@ -65,6 +65,8 @@ class OpSlot:
         """Whether a kernel is in the slot."""
         return self.use_non_eager_impl
 
+    has_kernel = is_bound  # VeOmni's word
+
     def bound_kernel(self) -> Kernel | None:
         """The kernel in the slot, or ``None``."""
         return self._kernel
@@ -82,7 +84,9 @@ class OpSlot:
             SlotInUseError: the slot holds another kernel for a model that is still alive.
         """
         if not callable(kernel):
-            raise BindingError(f"{self!r}: a kernel must be callable, not a {type(kernel).__name__}")
+            by_name = f"by its name: veomni_core.bind(model, {{'{self.op_name}_implementation': {kernel!r}}})"
+            hint = f". A model binds it {by_name}" if isinstance(kernel, str) else ""
+            raise BindingError(f"{self!r}: a kernel must be callable, not a {type(kernel).__name__}{hint}")
         if self._declared_in:
             raise BindingError(
                 f"{self!r} is declared in a class body and has one slot per instance: bind the instance's "

@@ -87,7 +87,7 @@ def upstream_before(text: str, diff: str) -> str | None:
 
 
 def _hunks(diff: str) -> Iterator[tuple[int, list[str]]]:
-    start, hunk = 0, []
+    start, hunk = 0, list[str]()
     for line in diff.splitlines(keepends=True):
         if match := _HUNK.match(line):
             if hunk:

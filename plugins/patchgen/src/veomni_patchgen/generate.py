@@ -20,7 +20,7 @@ from veomni_patchgen.module_text import ModuleText
 from veomni_patchgen.names import new_prefix, renamed, source_of
 from veomni_patchgen.patch_file import PatchFile
 from veomni_patchgen.result_fields import check_fields, check_sibling_fields
-from veomni_patchgen.source import Source, method_of, read_source
+from veomni_patchgen.source import Source, lineage, method_of, read_source
 from veomni_patchgen.supplies import Supplies
 
 
@@ -80,6 +80,7 @@ def generate(config: PatchConfig, source: Source | None = None, without: Collect
         supplies.add_helper(helper)
     for patch in patches:
         _apply(patch, module, supplies)
+        supplies.notes += _not_reached(patch, source)
     module.leave_out_unused()
     supplies.build_own_classes()
     module.filter_public(config.excluded)
@@ -123,6 +124,20 @@ def _apply(patch: Patch, module: ModuleText, supplies: Supplies) -> None:
     if _same(before, after):
         raise PatchError(f"{patch.title} changes nothing: upstream's code is the same. Remove the patch")
     module.replace(owner, after)
+
+
+def _not_reached(patch: Patch, source: Source) -> list[str]:
+    """The classes that have a patched method of their own, and so not the patch of their parent's."""
+    owner, _, method = patch.target.partition(".")
+    return [
+        f"{patch.title} does not reach {name}, which has a {method} of its own"
+        for name, node in source.statements.items()
+        if method not in ("", "__init__")
+        and name != owner
+        and isinstance(node, cst.ClassDef)
+        and method_of(node, method)
+        if any(ancestor.name.value == owner for _, ancestor in lineage(name, source))
+    ]
 
 
 def _raw(patch: Patch) -> Any:

@@ -129,6 +129,8 @@ class ModuleText:
         return self._in_order(body)
 
     def _in_order(self, body: list[Any]) -> list[Any]:
+        if "annotations" in self.source.imports:  # of __future__: annotations are not looked up
+            return body
         bound: set[str] = set(BUILTINS)
         for each in body:
             late = immediate_names(each) - bound - self._binds(each)

@@ -30,8 +30,12 @@ def free_names(statement: cst.BaseStatement) -> frozenset[str]:
 
 
 def immediate_names(statement: cst.BaseStatement) -> frozenset[str]:
-    """Those of :func:`free_names` that are looked up when the module is imported: not those in function bodies."""
-    return free_names(cst.ensure_type(statement.visit(_WithoutBodies()), type(statement)))
+    """Those of :func:`free_names` that are looked up when the module is imported.
+
+    Names in function bodies and in quotes are not.
+    """
+    left: Any = statement.visit(_WithoutBodies())
+    return frozenset(name for name, node in _free(_read(left)) if isinstance(node, cst.Name))
 
 
 def renamed(statement: Any, new_name: Callable[[str], str]) -> Any:

@@ -39,7 +39,7 @@ def load_patches(name: str) -> ModuleType:
             sys.path.remove("")
     if not path.is_file():
         raise ConfigError(f"{name}: there is no such file of patches")
-    qualified = f"veomni_patches_{path.stem}_{abs(hash(path.resolve())):x}"
+    qualified = f"{path.stem} in {path.resolve().parent}"  # no name that an import could have
     spec = importlib.util.spec_from_file_location(qualified, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -46,6 +46,7 @@ def build_foundation_model(
     training: bool = True,
     verify: bool = False,
     attn_implementation: str | None = None,
+    moe_implementation: str | None = None,
     distributed_config: Any = None,
     quantization_config: Any = None,
     config_kwargs: Mapping[str, Any] | None = None,
@@ -76,6 +77,7 @@ def build_foundation_model(
         verify: check every chosen kernel and every bound site before the model is returned, as of
             :func:`veomni_core.bind`.
         attn_implementation: overrides that one field of ``ops_implementation``.
+        moe_implementation: overrides that field, too.
         distributed_config: how transformers' distributed engine shards the model: its ``DistributedConfig``, or a
             mapping of its fields (``{"fsdp_size": 4, "ep_size": 2}``). Needs transformers 5.21 and as many processes
             as the sizes say. No rank ever holds the whole model. Random weights don't depend on how they are sharded.
@@ -131,6 +133,8 @@ def build_foundation_model(
     ops = refused_on_all(lambda: OpsConfig.of(ops_implementation), agree=agree, group=group, timeout=agreement_timeout)
     if attn_implementation is not None:
         ops = ops.with_value("attn_implementation", attn_implementation)
+    if moe_implementation is not None:
+        ops = ops.with_value("moe_implementation", moe_implementation)
     dtype, made_on = _dtype(torch_dtype), _device(init_device)
     device_type = device_type_of("cpu" if device is None and made_on.type == "cpu" else device)
     if made_on.type == "meta" and weights_path is not None:

@@ -33,7 +33,7 @@ def record_of(path: Path) -> Mapping[str, Any]:
 
 
 def load_generated(path: str | Path) -> ModuleType:
-    """The module in a generated file; the same one each time.
+    """The module in a generated file; the same one for the same content.
 
     Raises:
         ConfigError: it is no generated file.
@@ -42,7 +42,8 @@ def load_generated(path: str | Path) -> ModuleType:
     file = Path(path).resolve()
     record = record_of(file)
     _refuse_other_source(file, record)
-    name = f"veomni_generated_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
+    # A name within transformers': others are custom code to it, whose weights it does not convert.
+    name = f"{record['source_module']}_generated_{hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec and spec.loader

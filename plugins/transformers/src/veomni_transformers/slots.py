@@ -27,6 +27,8 @@ _DECLARED = "declared by the modeling code"
 # How many calls to follow from a forward to a function that uses a slot. Generated modeling code needs one: the forward
 # calls a rotary or a loss function by its global name.
 _DEEPEST = 3
+# What VeOmni's generated code calls ops that have another name here.
+_VEOMNIS_NAMES = {"apply_rotary_pos_emb": "rotary_pos_emb", "moe_load_balancing_loss": "load_balancing_loss"}
 
 
 class DeclaredSlots:
@@ -62,7 +64,8 @@ class DeclaredSlots:
                     f"{module_name}.{name} is shared by every model of that module, and no forward here reads it by "
                     "name, so it can't be bound for one model: declare it in a class body"
                 )
-                yield Proof(None, why, examined=False).site(slot.op_name, "", rule, own=_own(slot))
+                unread = Proof(None, why, examined=False)
+                yield unread.site(_VEOMNIS_NAMES.get(slot.op_name, slot.op_name), "", rule, own=_own(slot))
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module, slot = model.get_submodule(site.path), self._filled(site, kernel)
@@ -83,7 +86,9 @@ class DeclaredSlots:
 
 def _site(slot: OpSlot, path: str, rule: str, module: nn.Module, detail: Mapping[str, str]) -> Site:
     said = Proof(slot.variant, _DECLARED, detail, declared=True)
-    return said.site(slot.op_name, path, rule, dtype=parameter_dtype(module), own=_own(slot))
+    return said.site(
+        _VEOMNIS_NAMES.get(slot.op_name, slot.op_name), path, rule, dtype=parameter_dtype(module), own=_own(slot)
+    )
 
 
 def _own(slot: OpSlot) -> str:
