@@ -11,8 +11,8 @@ from torch.nn.modules import module as nn_module
 
 from models import build, step
 from veomni_core import bind, binding_of
-from veomni_core.changes.bypassed_children import BYPASSED
 from veomni_core.errors import SiteChangedError
+from veomni_transformers.changes.bypassed_children import BYPASSED
 
 CONFIG = {"preset": "eager", "swiglu_mlp_implementation": "auto", "moe_implementation": "auto"}
 FAMILIES = ("llama", "qwen3_moe", "gemma3_text", "mixtral", "phi3")

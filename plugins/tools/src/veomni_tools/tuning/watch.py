@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from veomni_core.changes.bypassed_children import BYPASSED
+from veomni_transformers.changes.bypassed_children import BYPASSED
 
 Function = Callable[..., Any]
 _Handles = dict[nn.Module, tuple[RemovableHandle, ...]]

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from veomni_core.changes.bound_subclass import HOOKS, made_by
-from veomni_core.changes.bypassed_children import BYPASSED, why_not_as_proven
 from veomni_core.changes.change import ClassChange, ForwardChange
+from veomni_transformers.changes.bypassed_children import BYPASSED, why_not_as_proven
 
 
 class GuardChange(ForwardChange):
@@ -20,7 +20,7 @@ class GuardChange(ForwardChange):
 
     The child keeps its own code, but nothing calls it. Setting one of its ``guarded`` attributes, or registering a hook
     on it, counts as a change of the bound module ``owner``, whose proof depends on the child. What reaches the child in
-    other ways is seen by the owner's forward (:func:`~veomni_core.changes.bypassed_children.with_children_as_proven`).
+    other ways is seen by the owner's forward (:mod:`~veomni_transformers.changes.bypassed_children`).
     """
 
     def __init__(self, owner: nn.Module, name: str, child: nn.Module, guarded: Iterable[str] = ()) -> None:
