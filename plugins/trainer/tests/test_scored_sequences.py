@@ -13,6 +13,8 @@ from post_training import needs_examples
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from veomni_core.errors import CheckpointError, ConfigError, JobFileError
+from veomni_trainer.job.load import load_job
+from veomni_trainer.run.dry_run import dry_run
 
 pytestmark = needs_examples
 Go = Callable[..., bool]
@@ -113,6 +115,18 @@ def test_a_classifiers_weights_without_their_head_are_damaged(here: Path, go: Go
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"does not fit this model: missing keys: score\.weight"):
         go("classify", "model.config=null", "model.weights=weights", "data.tokenizer=null", overwrite=True)
+
+
+@pytest.mark.thorough
+def test_a_pair_is_two_sequences_of_memory(here: Path) -> None:
+    kept = {}
+    for method, batch in (("reward", 4), ("classify", 4), ("classify", 8)):
+        changes = (f"train.output_dir={here / 'run'}", "train.device=cpu", f"train.batch_size={batch}")
+        memory = dry_run(load_job(here / f"{method}.yaml", changes)).memory
+        assert memory is not None
+        kept[method, batch] = memory.activations
+    assert kept["reward", 4] == pytest.approx(kept["classify", 8], rel=0.02)
+    assert kept["reward", 4] > 1.9 * kept["classify", 4]
 
 
 def test_what_has_no_head_for_words_is_sent_to_the_methods_for_scores(here: Path, go: Go) -> None:

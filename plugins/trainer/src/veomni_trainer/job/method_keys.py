@@ -153,7 +153,12 @@ class MethodKeys(Section):
         if self.method == "classify":
             settings = self.classify or ClassifyKeys()
             return settings.text, settings.label
-        return _COLUMNS[self.method]
+        return _COLUMNS.get(self.method, ())
+
+    @property
+    def sequences_per_row(self) -> int:
+        """How many sequences are computed of each row that ``batch_size`` counts."""
+        return 2 if self.columns == PAIRS else 1
 
     @model_validator(mode="after")
     def _settings_are_of_the_method(self) -> Self:

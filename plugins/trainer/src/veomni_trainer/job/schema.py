@@ -91,7 +91,8 @@ class Job(Section):
         train, data, method = self.train, self.data, self.train.method
         if method == "pretrain":
             return self
-        if train.is_sharded or train.fsdp or train.sp_size > 1:
+        sharded = train.is_sharded and (method != "sft" or train.tp_size > 1 or train.ep_size > 1)
+        if sharded or train.fsdp or train.sp_size > 1:
             raise ValueError(
                 f"train.method: {method} is not tested over models or sequences that processes share; write 1 for "
                 "fsdp_size, tp_size and sp_size, and fsdp: false. Several processes can each have a copy of the model"
