@@ -169,7 +169,7 @@ def dry_run(
     check_enough(corpus, job.train, processes)
     done = done or completion(job, folder, point, steps_of(corpus, job.train, processes))
     config = model_config(job, tokenizer)
-    options = {"trust_remote_code": job.model.trust_remote_code, "modeling": job.model.modeling}
+    options: Any = {"trust_remote_code": job.model.trust_remote_code, "modeling": job.model.modeling}
     skeleton = build_skeleton(config, torch_dtype=weights_dtype(job), **options)
     plan = make_plan(
         skeleton,

@@ -84,7 +84,7 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
         HostError: this machine's libraries can't shard models, or the processes are not as many as the sizes need.
     """
     config = model_config(job, tokenizer)
-    options = {"trust_remote_code": job.model.trust_remote_code, "modeling": job.model.modeling}
+    options: Any = {"trust_remote_code": job.model.trust_remote_code, "modeling": job.model.modeling}
     skeleton: Any = unbound_skeleton(config, **options)
     check_causal(skeleton)
     if job.train.is_sharded:
