@@ -177,6 +177,7 @@ def test_a_removed_variable_is_answered_by_the_field(variable, field):
     "data, message",
     [
         ({"rms_norm_implementaton": "torch"}, "rms_norm_implementaton: no such field. Did you mean 'rms_norm_impl"),
+        ({"mhc_implementation": "eager"}, "In VeOmni it chooses manifold-constrained hyper-connections"),
         ({"rms_norm_implementation": "ligr_kernel"}, "'ligr_kernel' is unknown. Did you mean 'liger_kernel'"),
         ({"rms_norm_implementation": ["torch", "tritn"]}, "'tritn' is unknown. Did you mean 'triton'"),
         ({"rms_norm_implementation": {"*": "quak"}}, r"rms_norm_implementation\['\*'\]: 'quak' is unknown"),
@@ -192,8 +193,9 @@ def test_unknown_names_are_answered_by_the_nearest(data, message):
 @pytest.mark.parametrize("value", [True, 3, None, [], [1], {"*": False}])
 def test_a_value_of_the_wrong_type_is_refused(value):
     wanted = r"expected a kernel's name, \{kernel: name, .*\}, a list of these, or a mapping"
-    with pytest.raises(ConfigError, match=wanted):
+    with pytest.raises(ConfigError, match=wanted) as error:
         OpsConfig.from_dict({"rms_norm_implementation": value})
+    assert ("Leave the field out" in str(error.value)) == (value is None)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,9 @@ def written_choice(op: OpSpec, value: Any, registry: Registry) -> Choice:
     return Choice(op.name, where, dict(value), (*groups, default))
 
 
+_NOTHING = ". Leave the field out for the preset's kernel, or write eager for the model's own code"
+
+
 def shown(value: Any) -> str:
     """A value of the wrong type, for messages."""
     return "got nothing" if value is None else f"got {value!r} ({type(value).__name__})"
@@ -111,7 +114,7 @@ def _entries(op: OpSpec, where: str, value: Any, registry: Registry) -> tuple[Re
     if not entries or not all(isinstance(entry, str) or _sets_options(entry) for entry in entries):
         raise ConfigError(
             f"{where}: expected a kernel's name, {{kernel: name, options: {{...}}}}, a list of these, or a mapping "
-            f"from module paths to these; {shown(value)}"
+            f"from module paths to these; {shown(value)}{_NOTHING if value is None else ''}"
         )
     known = [EAGER, AUTO, *registry.known_values(op.name)]
     return tuple(_requested(op, where, entry, known, registry) for entry in entries)

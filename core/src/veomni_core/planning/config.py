@@ -20,6 +20,12 @@ VERIFIED, NOTHING = "verified", "nothing"
 REQUIRE = (NOTHING, VERIFIED)
 ON_CHANGE = ("raise", "eager")
 TRAINING_LOGITS = ("deferred", "computed", "none")
+# Fields that VeOmni has for single models.
+_ONLY_VEOMNIS = {
+    "dsa_attention_implementation": "DeepSeek's sparse attention",
+    "dsa_indexer_implementation": "the indexer of DeepSeek's sparse attention",
+    "mhc_implementation": "manifold-constrained hyper-connections",
+}
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,8 @@ class OpsConfig:
                 nearest = did_you_mean(
                     str(name), [*by_field, "preset", "profile", "on_change", "require", "training_logits"]
                 )
+                if name in _ONLY_VEOMNIS:
+                    nearest = f"In VeOmni it chooses {_ONLY_VEOMNIS[name]}; no op is here for that, so leave it out"
                 raise UnknownNameError(f"ops_implementation.{name}: no such field. {nearest}")
         choices = {
             op.name: written_choice(op, fields[name], registry)
