@@ -25,6 +25,8 @@ from veomni_trainer.run.record import RunRecord
 from veomni_trainer.run.shadowed_steps import ShadowedSteps
 from veomni_trainer.run.start import Start
 from veomni_trainer.setup.disk_space import checkpoint_bytes, describe_disk_space
+from veomni_transformers.build import build_skeleton
+from veomni_transformers.losses.counted_items import divides_by_items
 
 _NORMS = ("rms_norm", "rms_norm_gated")
 
@@ -105,7 +107,11 @@ def _trainer(start: Start, on_row: Any, callbacks: list[Any], loads: ExpertLoads
     norms = [start.base.get_submodule(each.site.path) for op in ops for each in op.sites if each.site.variant]
     given = start.model, start.arguments, start.corpus, on_row, callbacks, train, loads, norms
     if start.inputs is None:
-        return JobTrainer(*given)
+        trainer = JobTrainer(*given)
+        unbound = build_skeleton(start.base.config, trust_remote_code=start.job.model.trust_remote_code)
+        if (divides := divides_by_items(unbound)) is not None:  # else what transformers believes of it
+            trainer.model_accepts_loss_kwargs = divides
+        return trainer
     from veomni_trainer.loop.trl_trainers import TRAINERS
 
     return TRAINERS[train.method](*given, inputs=start.inputs)
