@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_multimodal import CONFIGS, text_batch, tiny_config, tiny_model
 from transformers import CONFIG_MAPPING
 
 from built_on_cpu import build_on_cpu
-from tiny_multimodal import CONFIGS, text_batch, tiny_config, tiny_model
 from veomni_core.errors import CheckpointError, ConfigError
 from veomni_transformers.build import load_as_trained
 from veomni_transformers.model_class import class_and_config
@@ -58,7 +58,9 @@ def test_of_an_omni_folder_the_thinker_is_trained(model_type, whole, left_out, t
 
 
 def test_a_type_that_writes_no_text_is_refused_with_what_to_write():
-    with pytest.raises(ConfigError, match=r"no model of the type t5 that .*architectures: \[T5ForConditionalGeneration\]"):
+    with pytest.raises(
+        ConfigError, match=r"no model of the type t5 that .*architectures: \[T5ForConditionalGeneration\]"
+    ):
         class_and_config(CONFIG_MAPPING["t5"]())
     with pytest.raises(ConfigError, match=r"of the type csm_depth_decoder_model that .*architectures: \["):
         class_and_config(CONFIG_MAPPING["csm_depth_decoder_model"]())

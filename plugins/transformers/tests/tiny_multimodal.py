@@ -44,8 +44,14 @@ _OMNI_TOKENS = {
 }
 _QWEN2_OMNI = {
     "text_config": {**_TEXT, "rope_parameters": _MROPE},
-    "vision_config": {**_QWEN2_VISION, "embed_dim": 32, "out_hidden_size": 32, "intermediate_size": 48,
-                      "fullatt_block_indexes": [1], "window_size": 16},
+    "vision_config": {
+        **_QWEN2_VISION,
+        "embed_dim": 32,
+        "out_hidden_size": 32,
+        "intermediate_size": 48,
+        "fullatt_block_indexes": [1],
+        "window_size": 16,
+    },
     "audio_config": _OMNI_AUDIO,
     **_OMNI_TOKENS,
 }
@@ -64,8 +70,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen2_5_vl": {
         "text_config": {**_TEXT, "rope_parameters": _MROPE},
-        "vision_config": {**_QWEN2_VISION, "out_hidden_size": 32, "intermediate_size": 48,
-                          "fullatt_block_indexes": [1], "window_size": 16},
+        "vision_config": {
+            **_QWEN2_VISION,
+            "out_hidden_size": 32,
+            "intermediate_size": 48,
+            "fullatt_block_indexes": [1],
+            "window_size": 16,
+        },
         **_TOKENS,
         **_MARKS,
     },
@@ -89,8 +100,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "glm4v": {
         "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
-        "vision_config": {"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "image_size": 16,
-                          "out_hidden_size": 32, "intermediate_size": 48, "spatial_merge_size": 2},
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "patch_size": 4,
+            "image_size": 16,
+            "out_hidden_size": 32,
+            "intermediate_size": 48,
+            "spatial_merge_size": 2,
+        },
         **_TOKENS,
         **{"image_start_token_id": 54, "image_end_token_id": 55, "video_start_token_id": 52, "video_end_token_id": 53},
     },
@@ -132,23 +151,46 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mllama": {
         "text_config": {**_TEXT, "num_hidden_layers": 3, "cross_attention_layers": [1], "head_dim": None},
-        "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1,
-                          "attention_heads": 4, "image_size": 16, "patch_size": 4, "max_num_tiles": 1,
-                          "vision_output_dim": 64, "intermediate_layers_indices": [0],
-                          "supported_aspect_ratios": [[1, 1]]},
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_global_layers": 1,
+            "attention_heads": 4,
+            "image_size": 16,
+            "patch_size": 4,
+            "max_num_tiles": 1,
+            "vision_output_dim": 64,
+            "intermediate_layers_indices": [0],
+            "supported_aspect_ratios": [[1, 1]],
+        },
         "image_token_index": _IMAGE,
     },
     "llama4": {
         "text_config": {**_TEXT, "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 32},
-        "vision_config": {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "image_size": 16,
-                          "num_attention_heads": 4, "patch_size": 4, "vision_output_dim": 32,
-                          "projector_input_dim": 32, "projector_output_dim": 32},
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "image_size": 16,
+            "num_attention_heads": 4,
+            "patch_size": 4,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
         **{"image_token_index": _IMAGE, "image_token_id": _IMAGE},
     },
     "qwen2_audio": {
         "text_config": {**_TEXT, "model_type": "qwen2"},
-        "audio_config": {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
-                         "num_mel_bins": 16, "max_source_positions": 8},
+        "audio_config": {
+            "d_model": 32,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "num_mel_bins": 16,
+            "max_source_positions": 8,
+        },
         **{"audio_token_index": _AUDIO, "audio_token_id": _AUDIO},
     },
     "whisper": {
@@ -162,15 +204,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(model_type: str) -> PretrainedConfig:
+def tiny_config(model_type: str, vocab_size: int = _WORDS) -> PretrainedConfig:
     """The config of the whole model: text decoder, towers and projector."""
-    return CONFIG_MAPPING[model_type](**CONFIGS[model_type])
+    config = CONFIG_MAPPING[model_type](**CONFIGS[model_type])
+    config.get_text_config().vocab_size = vocab_size
+    return config
 
 
-def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
+def tiny_model(model_type: str, seed: int = 0, vocab_size: int = _WORDS) -> PreTrainedModel:
     """A model in float32 on the CPU, in training mode."""
     torch.manual_seed(seed)
-    kind, config = class_and_config(tiny_config(model_type))
+    kind, config = class_and_config(tiny_config(model_type, vocab_size))
     model: PreTrainedModel = kind._from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -75,6 +75,8 @@ class Job(Section):
                 "lora is not tested over models or sequences that processes share; write 1 for fsdp_size, tp_size and "
                 "sp_size, and fsdp: false. Several processes can train it, each with its own copy of the model"
             )
+        if train.freeze:
+            raise ValueError("train.freeze: an adapter's weights are frozen already; lora.towers says what is adapted")
         if self.lora.quantization and train.precision == "fp16_mixed":
             raise ValueError("lora.quantization is not tested under train.precision: fp16_mixed; write bf16_mixed")
         return self

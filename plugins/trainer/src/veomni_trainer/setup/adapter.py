@@ -16,12 +16,13 @@ from veomni_trainer.job.lora_section import LoraSection
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.adapters import ADAPTER_CONFIG, is_adapter, load_adapter
 from veomni_trainer.setup.precision import precision_of
+from veomni_trainer.setup.towers import excluded_modules
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 _BOTH = (  # the keys that PEFT has under the same names
-    *("target_modules", "exclude_modules", "target_parameters", "modules_to_save"),
+    *("target_modules", "target_parameters", "modules_to_save"),
     *("use_rslora", "use_dora", "init_lora_weights"),
 )
 _PLACES = ("target_modules", "target_parameters", "modules_to_save")
@@ -80,7 +81,8 @@ def with_adapter(model: PreTrainedModel, job: Job, checkpoint: Path | None = Non
     set_seed(job.train.seed)  # so that a new adapter depends on nothing that the model's weights have drawn
     try:
         # In float32 where the weights are (or autocast computes), also over frozen weights of 16 bits.
-        adapted = get_peft_model(model, _config(job.lora), autocast_adapter_dtype=job.train.precision != "bf16")
+        config = _config(job.lora, excluded_modules(model, job.lora))
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=job.train.precision != "bf16")
     except ValueError as error:
         raise ConfigError(f"lora: {error}") from error
     if checkpoint is not None:
@@ -129,7 +131,7 @@ def _load(adapted: PeftModel, checkpoint: Path) -> None:
     load_adapter(adapted, checkpoint)
 
 
-def _config(lora: LoraSection) -> LoraConfig:
+def _config(lora: LoraSection, excluded: str | list[str] | None) -> LoraConfig:
     from peft import LoraConfig
 
     return LoraConfig(
@@ -137,6 +139,7 @@ def _config(lora: LoraSection) -> LoraConfig:
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
+        exclude_modules=excluded,
         **{key: getattr(lora, key) for key in _BOTH},
     )
 
