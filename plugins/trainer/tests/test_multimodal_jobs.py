@@ -19,7 +19,7 @@ from veomni_trainer.loop.parameter_groups import divide
 from veomni_trainer.setup.packing import check_packing
 from veomni_trainer.setup.towers import freeze
 from veomni_transformers.build import load_as_trained
-from veomni_transformers.towers import towers
+from veomni_transformers.towers.parts import towers
 
 Train = Callable[..., bool]
 Losses = Callable[[Path], list[tuple[int, float]]]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from veomni_trainer.job.parameter_groups import ParameterGroup, group_of
-from veomni_transformers.towers import tower_of, towers
+from veomni_transformers.towers.parts import tower_of, towers
 
 
 def divide(optimizer: Optimizer, model: nn.Module, groups: Sequence[ParameterGroup]) -> None:

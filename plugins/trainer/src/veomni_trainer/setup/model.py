@@ -24,7 +24,7 @@ from veomni_trainer.setup.sharding import check_sharding, distributed_config
 from veomni_trainer.setup.towers import freeze
 from veomni_transformers.build import build_skeleton as unbound_skeleton
 from veomni_transformers.jobs.model_config import load_model_config
-from veomni_transformers.towers import tower_of, towers
+from veomni_transformers.towers.parts import tower_of, towers
 
 _VOCABULARY_STEP = 64
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from veomni_core.errors import ConfigError
 from veomni_trainer.job.lora_section import LoraSection
-from veomni_transformers.towers import KINDS, tower_of, towers
+from veomni_transformers.towers.parts import KINDS, tower_of, towers
 
 _TEXT = "text"
 

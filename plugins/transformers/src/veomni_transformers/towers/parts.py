@@ -42,10 +42,10 @@ def towers(model: nn.Module) -> dict[str, tuple[str, ...]]:
             text.add(path)
         elif path and isinstance(module, PreTrainedModel):
             if not _holds(module, words):
-                kinds[path] = _kind(module)
+                kinds[path] = tower_kind(module)
                 if _OF_TEXT & inspect.signature(type(module).forward).parameters.keys():
                     text.add(path)
-            elif not any(_kind(each) and not _holds(each, words) for each in module.modules()):
+            elif not any(tower_kind(each) and not _holds(each, words) for each in module.modules()):
                 text.add(path)
     kinds = {path: kind for path, kind in kinds.items() if kind}
     # Where layers of the decoder stand beside towers, nothing says what a projector is.
@@ -65,7 +65,7 @@ def tower_of(found: dict[str, tuple[str, ...]], name: str) -> str:
     return ""
 
 
-def _kind(module: nn.Module) -> str:
+def tower_kind(module: nn.Module) -> str:
     """Of a model that takes no text; empty for others, and for one of which nothing says what it takes."""
     if not isinstance(module, PreTrainedModel):
         return ""
