@@ -227,3 +227,45 @@ def text_batch(rows: int = 2, length: int = 12, seed: int = 0) -> dict[str, Tens
     """Tokens of text alone."""
     ids = torch.randint(3, 50, (rows, length), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+def media_inputs(model_type: str, modality: str = "image", seed: int = 0) -> dict[str, Tensor]:
+    """One image, video or sound, as the model's processor gives it."""
+    torch.manual_seed(seed)
+    if modality == "audio":
+        return {"input_features": torch.randn(1, 16, 8), "feature_attention_mask": torch.ones(1, 8, dtype=torch.long)}
+    name, grid = ("pixel_values", "image") if modality == "image" else ("pixel_values_videos", "video")
+    if "depth" in CONFIGS[model_type]["vision_config"]:
+        return {name: torch.randn(16, 96), f"{grid}_grid_thw": torch.tensor([[1, 4, 4]])}
+    images = {"idefics3": (1, 1), "llava_next": (1, 2)}.get(model_type, (1,))
+    sizes = {"image_sizes": torch.tensor([[16, 16]])} if model_type in ("llava_next", "mistral3") else {}
+    return {name: torch.randn(*images, 3, 16, 16), **sizes}
+
+
+def media_batch(model: Any, modality: str = "image", seed: int = 0) -> dict[str, Tensor]:
+    """A row of text with one image, video or sound in it; the placeholders are as many as the model makes features."""
+    model_type = model.config.model_type
+    inputs = media_inputs(model_type, modality, seed)
+    around = next(each for each in model.modules() if hasattr(type(each), f"get_{modality}_features"))
+    with torch.no_grad():
+        output = getattr(around, f"get_{modality}_features")(**inputs)
+    features = output.last_hidden_state if output.pooler_output is None else output.pooler_output
+    rows = sum(
+        each.flatten(0, -2).shape[0] for each in (features if isinstance(features, list | tuple) else [features])
+    )
+    token = {"image": _IMAGE, "video": _VIDEO, "audio": _AUDIO}[modality]
+    text = text_batch(1, 12, seed)["input_ids"]
+    marks = [] if modality == "audio" else [torch.tensor([[_START]]), torch.tensor([[_END]])]
+    placeholders = torch.full((1, rows), token)
+    ids = torch.cat([text[:, :4], *marks[:1], placeholders, *marks[1:], text[:, 4:]], dim=1)
+    return with_kinds(model_type, {"input_ids": ids, "labels": ids.masked_fill(ids == token, -100), **inputs})
+
+
+def with_kinds(model_type: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``batch`` with the kind of each token, for the models that want it."""
+    kinds = (batch["input_ids"] == _IMAGE).long() + 2 * (batch["input_ids"] == _VIDEO)
+    if model_type in ("gemma3", "paligemma"):
+        return {**batch, "token_type_ids": kinds}
+    if model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v"):
+        return {**batch, "mm_token_type_ids": kinds}
+    return batch

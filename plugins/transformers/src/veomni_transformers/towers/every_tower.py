@@ -118,7 +118,9 @@ def with_every_tower(forward: Callable[..., Any], calls: Sequence[FeatureCall]) 
 class _Step:
     """One forward of ``module``, in which calls that are not made run in their place among those that are."""
 
-    def __init__(self, module: Any, order: Sequence[tuple[FeatureCall, bool]], inputs: dict[FeatureCall, Inputs]) -> None:
+    def __init__(
+        self, module: Any, order: Sequence[tuple[FeatureCall, bool]], inputs: dict[FeatureCall, Inputs]
+    ) -> None:
         self._module, self._left, self._inputs = module, list(order), inputs
 
     def run(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -148,17 +150,17 @@ class _Step:
         def watched(*args: Any, **kwargs: Any) -> Any:
             output = method(*args, **kwargs)
             if self._left and self._left[0][0].method == name:
-                self._left.pop(0)
-                return self.with_zeros(output)
+                call, _ = self._left.pop(0)
+                return self.with_zeros(output, call.field)
             return output
 
         return watched
 
-    def with_zeros(self, output: Any) -> Any:
-        """``output`` with the zeros of the calls that come next and are not made."""
+    def with_zeros(self, output: Any, field: str = "") -> Any:
+        """``output``, of whose fields ``field`` is read, with the zeros of the calls that come next and are not made."""
         while self._left and not self._left[0][1]:
             call, _ = self._left.pop(0)
-            output = with_added(output, self._zero(call))
+            output = with_added(output, field, self._zero(call))
         return output
 
     def _zero(self, call: FeatureCall) -> Tensor:
@@ -166,7 +168,7 @@ class _Step:
         inputs = {name: value.to(weight.device) for name, value in self._inputs[call].items()}
         inputs[call.argument] = inputs[call.argument].to(weight.dtype)
         method = getattr(type(self._module), call.method).__get__(self._module)
-        zero: Tensor = _Zero.apply(*read_tensors(method(**inputs)))
+        zero: Tensor = _Zero.apply(*read_tensors(method(**inputs), call.field))
         return zero
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import re
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ from veomni_transformers.proving.functions import code_layers, current_forward
 
 _METHOD = re.compile(r"get_(image|video|audio)_features$")
 _EMBEDDINGS = "get_input_embeddings"
-# Fields of a method's output that its caller doesn't read.
-_UNREAD = {"last_hidden_state", "hidden_states", "attentions"}
+_FIELDS = ("pooler_output", "last_hidden_state")  # of a method's output: its caller reads one of them
+_UNREAD = {*_FIELDS, "hidden_states", "attentions"}
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,13 @@ class FeatureCall:
         method: its name, ``get_image_features``.
         modality: ``image``, ``video`` or ``audio``.
         argument: the argument of forward, and of the method, that holds the input: ``pixel_values``.
+        field: the field of the method's output that forward reads: ``pooler_output``.
     """
 
     method: str
     modality: str
     argument: str
+    field: str
 
 
 def feature_calls(model: nn.Module) -> Iterator[tuple[str, tuple[FeatureCall, ...]]]:
@@ -56,7 +59,7 @@ def feature_calls(model: nn.Module) -> Iterator[tuple[str, tuple[FeatureCall, ..
 
 def _calls_of(module: PreTrainedModel) -> tuple[FeatureCall, ...]:
     forward = current_forward(module)
-    names = [name for code in code_layers(forward) for name in code.__code__.co_names]
+    names = [str(each.argval) for code in code_layers(forward) for each in dis.get_instructions(code)]
     if _EMBEDDINGS not in names:
         return ()
     parameters = inspect.signature(forward).parameters
@@ -65,28 +68,30 @@ def _calls_of(module: PreTrainedModel) -> tuple[FeatureCall, ...]:
         if (found := _METHOD.match(name)) and (method := getattr(type(module), name, None)):
             argument = [*inspect.signature(method).parameters][1]
             if argument in parameters:
-                calls.append(FeatureCall(name, found[1], argument))
+                after = names[names.index(name) :]
+                field = next((each for each in after if each in _FIELDS), _FIELDS[0])
+                calls.append(FeatureCall(name, found[1], argument, field))
     return tuple(calls)
 
 
-def read_tensors(output: Any) -> list[Tensor]:
-    """The tensors of such a method's output that its caller reads."""
+def read_tensors(output: Any, field: str) -> list[Tensor]:
+    """The tensors of such a method's output that its caller reads, who reads ``field`` of those with fields."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, ModelOutput):
-        output = [value for name, value in output.items() if name not in _UNREAD or "pooler_output" not in output]
+        output = [value for name, value in output.items() if name == field or name not in _UNREAD]
     if isinstance(output, list | tuple):
-        return [tensor for value in output for tensor in read_tensors(value)]
+        return [tensor for value in output for tensor in read_tensors(value, field)]
     return []
 
 
-def with_added(output: Any, zero: Tensor) -> Any:
+def with_added(output: Any, field: str, zero: Tensor) -> Any:
     """``output`` with ``zero`` added to the first tensor that :func:`read_tensors` finds in it."""
     if isinstance(output, Tensor):
         return output + zero.to(output.dtype)
     if isinstance(output, ModelOutput):
-        name = "pooler_output" if "pooler_output" in output else next(n for n in output if read_tensors(output[n]))
-        output[name] = with_added(output[name], zero)
+        output[field] = with_added(output[field], field, zero)
         return output
-    first = next(number for number, value in enumerate(output) if read_tensors(value))
-    return type(output)(with_added(value, zero) if number == first else value for number, value in enumerate(output))
+    first = next(number for number, value in enumerate(output) if read_tensors(value, field))
+    changed = [with_added(each, field, zero) if number == first else each for number, each in enumerate(output)]
+    return type(output)(changed)

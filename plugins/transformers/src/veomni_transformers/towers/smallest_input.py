@@ -20,11 +20,12 @@ from veomni_transformers.towers.parts import AUDIO, VISION, tower_kind
 
 Inputs = dict[str, Tensor]
 _LAYERS = 2  # of each stack in the copy; whether an input is valid shows in the first ones
+_NUMBERS_OF_IMAGES = ((1,), (1, 1), (1, 2))  # some towers take a picture whole and in parts
 _FRAMES = (8, 16, 64, 100, 128, 200, 3000)
 
 
 def smallest_input(module: Any, call: FeatureCall) -> tuple[Inputs, str]:
-    """The arguments of ``call`` on ``module`` for one small image, video or sound of zeros, float32 on the CPU.
+    """The arguments of ``call`` on ``module`` for one small image, video or sound, float32 on the CPU.
 
     They were run on a copy of the towers with random weights and few layers: the features are finite, and every
     gradient that a sum of them at zero weight leaves on the copy's weights is zero.
@@ -47,7 +48,7 @@ def smallest_input(module: Any, call: FeatureCall) -> tuple[Inputs, str]:
 
 def _check(small: Any, call: FeatureCall, inputs: Inputs) -> None:
     output = getattr(small, call.method)(**inputs)
-    tensors = read_tensors(output)
+    tensors = read_tensors(output, call.field)
     if not tensors or not all(each.numel() and each.isfinite().all() for each in tensors):
         raise ValueError("the features are empty or not finite")
     small.zero_grad()
@@ -64,8 +65,9 @@ def _forms(module: Any, call: FeatureCall) -> Iterator[Inputs]:
     if tower is None:
         return
     taken = inspect.signature(getattr(type(module), call.method)).parameters
-    first = next(each for each in tower.parameters() if each.dim() > 1)
-    yield from (_sounds if wanted == AUDIO else _images)(call.argument, taken, tower, tuple(first.shape))
+    made = (each for each in tower.modules() if isinstance(each, (nn.Conv1d, nn.Conv2d, nn.Conv3d)))
+    first: Any = next(made, None) or next(each for each in tower.modules() if isinstance(each, nn.Linear))
+    yield from (_sounds if wanted == AUDIO else _images)(call.argument, taken, tower, tuple(first.weight.shape))
 
 
 def _images(argument: str, taken: Any, tower: Any, shape: tuple[int, ...]) -> Iterator[Inputs]:
@@ -75,17 +77,20 @@ def _images(argument: str, taken: Any, tower: Any, shape: tuple[int, ...]) -> It
     if grid is not None:  # patches in rows, and how many there are in time, height and width
         merges = [getattr(config, "spatial_merge_size", None), 1, 2, 4]
         for merge in dict.fromkeys(each for each in merges if isinstance(each, int)):
-            yield {argument: torch.zeros(merge * merge, width), grid: torch.tensor([[1, merge, merge]])}
+            yield {argument: _values_of(merge * merge, width), grid: torch.tensor([[1, merge, merge]])}
+        return
     patch = shape[-1] if len(shape) > 2 else next(iter(_sizes(config, "patch_size")), 1)
-    stated = [*_sizes(config, "image_size")]
+    small, stated = [patch * merge for merge in (1, 2, 4)], [*_sizes(config, "image_size")]
+    sizes = [*small, *stated] if "image_sizes" in taken else [*stated, *small]  # a tower for one size has one alone
     channels = shape[1] if len(shape) > 2 else 3
-    for size, images in product([*(patch * merge for merge in (1, 2, 4)), *stated], ((1,), (1, 1), ())):
-        inputs = {argument: torch.zeros(*images, channels, size, size)}
-        if "image_sizes" in taken:
-            inputs["image_sizes"] = torch.tensor([[size, size]])
-        yield inputs
+    for size, images, told in product(dict.fromkeys(sizes), _NUMBERS_OF_IMAGES, (False, True)):
+        inputs = {argument: _values_of(*images, channels, size, size)}
+        if not told:
+            yield inputs
+        elif "image_sizes" in taken:
+            yield inputs | {"image_sizes": torch.tensor([[size, size]])}
     if "spatial_shapes" in taken:
-        inputs = {argument: torch.zeros(1, 4, width), "spatial_shapes": torch.tensor([[2, 2]])}
+        inputs = {argument: _values_of(1, 4, width), "spatial_shapes": torch.tensor([[2, 2]])}
         yield inputs | {"pixel_attention_mask": torch.ones(1, 4, dtype=torch.long)}
 
 
@@ -95,10 +100,15 @@ def _sounds(argument: str, taken: Any, tower: Any, shape: tuple[int, ...]) -> It
     frames = [*_FRAMES, *([2 * positions] if isinstance(positions, int) else [])]
     masks = [name for name in taken if name.endswith("_mask")]
     for length, masked in product(sorted(frames), (True, False)):
-        inputs = {argument: torch.zeros(1, bins, length)}
+        inputs = {argument: _values_of(1, bins, length)}
         if masked:
             inputs |= {name: torch.ones(1, length, dtype=torch.long) for name in masks}
         yield inputs
+
+
+def _values_of(*shape: int) -> Tensor:
+    """Not zeros: Idefics leaves out images of zeros, which it takes for padding."""
+    return torch.full(shape, 0.5)
 
 
 def _sizes(config: Any, name: str) -> Iterator[int]:
@@ -127,6 +137,7 @@ def _small_copy(module: nn.Module, layers: int | None) -> nn.Module:
         twin = probe.bare_copy(each)
         twin.__class__ = _own_class(each)
         vars(twin).update({name: copied(value) for name, value in vars(twin).items()})
+        vars(twin).pop("_output_capturing_hooks_installed", None)  # transformers installs them again; none was copied
         for name, value in each._parameters.items():
             if value is not None:
                 scale = max(value.shape[-1:] or [1]) ** -0.5
