@@ -92,7 +92,7 @@ def test_towers_are_adapted_where_the_job_names_them(chats: Any, train: Train, r
     data = chats("llava")
     data["lora"] = {"rank": 4, "towers": ["projector"], "exclude_modules": ["o_proj"]}
     train(data, "train.steps=1")
-    adapted = {name for name in load_file(run / "checkpoint-1" / "adapter_model.safetensors")}
+    adapted = set(load_file(run / "checkpoint-1" / "adapter_model.safetensors"))
     assert any("multi_modal_projector" in name for name in adapted)
     assert not [name for name in adapted if "vision_tower" in name or "o_proj" in name]
     with pytest.raises(ConfigError, match=r"lora\.towers: .* no part 'audio'; beside .* it has: vision, projector"):
@@ -130,7 +130,8 @@ def test_frozen_towers_are_not_trained(chats: Any, train: Train, capsys: pytest.
 def test_a_group_has_the_parameters_of_its_tower() -> None:
     model = tiny_model("qwen2_5_omni_thinker")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    divide(optimizer, model, [ParameterGroup(tower="audio", learning_rate=0.1), ParameterGroup(match="*.visual.*", learning_rate=0.2)])  # fmt: skip
+    groups = [ParameterGroup(tower="audio", learning_rate=0.1), ParameterGroup(match="*.visual.*", learning_rate=0.2)]
+    divide(optimizer, model, groups)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     found = {name: rates[id(parameter)] for name, parameter in model.named_parameters()}
     assert {name: rate for name, rate in found.items() if rate < 1} == {
@@ -145,7 +146,12 @@ def test_frozen_towers_save_no_activations() -> None:
         freeze(model, kinds)
         sizes: list[int] = []
         pixels = torch.randn(1, 3, 16, 16)
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.nbytes) or x, lambda x: x):
+
+        def save(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             features = model.get_image_features(pixels).pooler_output
         assert all(each.requires_grad for each in features) == ("projector" not in kinds)
         saved_bytes[kinds] = sum(sizes)

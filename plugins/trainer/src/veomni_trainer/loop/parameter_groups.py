@@ -14,7 +14,7 @@ from veomni_transformers.towers.parts import tower_of, towers
 def divide(optimizer: Optimizer, model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
     """Move the parameters of each of ``groups`` out of the optimizer's groups, into groups of their own behind these.
 
-    The new groups name their glob or tower in ``match``. The optimizer must not have made a step or have got a schedule.
+    The new groups name their glob or tower in ``match``. The optimizer must have made no step, and have no schedule.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = towers(model) if any(group.tower for group in groups) else {}

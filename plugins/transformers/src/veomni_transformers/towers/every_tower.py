@@ -4,7 +4,8 @@ FSDP2 gathers a tower's weights where the tower runs. If one rank's batch has an
 ranks wait for each other in different collectives: they hang, or mix tensors. So each step begins with an exchange of
 which kinds of inputs there are, and a rank without an input that another rank has runs the tower too, at the same place
 in its forward. The result is multiplied by zero: the loss and all gradients of text are what they are without it, and
-the tower's weights get gradients of zero, which are averaged with the others'. Where no rank has an input no tower runs.
+the tower's weights get gradients of zero, which are averaged with the others'. Where no rank has an input no tower
+runs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from veomni_core.binding.model_rules import WholeModelRule
 from veomni_core.changes.change import Change, ForwardChange
@@ -78,10 +80,11 @@ def run_every_tower(model: nn.Module) -> EveryTower:
         raise BindingError("this model runs every tower already: undo() that first")
     applied = EveryTower(model)
     changes = [(path, EveryTower.name, change) for path, change in _changes(model)]
-    if not changes:
+    if why_not := next((call.why_not for _, calls in feature_calls(model) for call in calls), not changes and "none"):
         raise BindingError(
-            f"{type(model).__name__} calls no tower by get_image_features, get_video_features or get_audio_features, so "
-            "nothing can be run in place of one. Give every rank an input of each kind in each step"
+            f"{type(model).__name__} calls no tower by get_image_features, get_video_features or get_audio_features "
+            f"alone ({why_not}), so nothing can be run in place of one. Give every rank an input of each kind in each "
+            "step"
         )
     applied.apply(changes)
     return applied
@@ -90,8 +93,7 @@ def run_every_tower(model: nn.Module) -> EveryTower:
 def _changes(model: nn.Module) -> Iterator[tuple[str, Change]]:
     for path, calls in list(feature_calls(model)):
         module = model.get_submodule(path)
-        if towers(module):
-            yield path, ForwardChange(module, with_every_tower(current_forward(module), calls))
+        yield path, ForwardChange(module, with_every_tower(current_forward(module), calls))
 
 
 def with_every_tower(forward: Callable[..., Any], calls: Sequence[FeatureCall]) -> Callable[..., Any]:
@@ -124,26 +126,28 @@ class _Step:
         self._module, self._left, self._inputs = module, list(order), inputs
 
     def run(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
-        own = vars(self._module)
-        before = {name: own[name] for name in self._names() if name in own}
-        embed, methods = self._module.get_input_embeddings(), {n: getattr(self._module, n) for n in self._names()[1:]}
-        # In the instance and for this forward alone, past guards: the code asks `self` for them.
-        own[_EMBEDDINGS] = lambda: _Embedding(embed, self.with_zeros)
-        own.update({name: self._watched(name, method) for name, method in methods.items()})
+        """The forward. For as long as it runs, the module's methods are others in its instance, past guards."""
+        embed = self._module.get_input_embeddings()
+        embedding = _Embedding(embed, self.with_zeros)
+        parts = [each for each in self._module.modules() if isinstance(each, PreTrainedModel)]
+        around = [each for each in parts if any(part is embed for part in each.modules())]
+        instead: list[tuple[nn.Module, str, Any]] = [(each, _EMBEDDINGS, lambda: embedding) for each in around]
+        for call, is_here in self._left:
+            if is_here:
+                method = self._watched(call.method, getattr(self._module, call.method))
+                instead.append((self._module, call.method, method))
+        before = [vars(each).get(name) for each, name, _ in instead]
+        for each, name, method in instead:
+            vars(each)[name] = method
         try:
             if given.get("inputs_embeds") is not None:
                 given = {**given, "inputs_embeds": self.with_zeros(given["inputs_embeds"])}
             return forward(self._module, **given)
         finally:
-            for name in self._names():
-                own.pop(name, None)
-            own.update(before)
-
-    def _names(self) -> list[str]:
-        return [_EMBEDDINGS, *{call.method: None for call in self._inputs}, *self._made()]
-
-    def _made(self) -> list[str]:
-        return self.__dict__.setdefault("_methods", [call.method for call, is_here in self._left if is_here])
+            for (each, name, _), own in zip(instead, before, strict=True):
+                vars(each).pop(name)
+                if own is not None:
+                    vars(each)[name] = own
 
     def _watched(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -157,14 +161,15 @@ class _Step:
         return watched
 
     def with_zeros(self, output: Any, field: str = "") -> Any:
-        """``output``, of whose fields ``field`` is read, with the zeros of the calls that come next and are not made."""
+        """``output``, of whose fields ``field`` is read, with the zeros of the calls to come that are not made."""
         while self._left and not self._left[0][1]:
             call, _ = self._left.pop(0)
             output = with_added(output, field, self._zero(call))
         return output
 
     def _zero(self, call: FeatureCall) -> Tensor:
-        weight = next(each for kind in towers(self._module).values() for each in _weights(self._module, kind))
+        kinds = towers(self._module).values()
+        weight = next(each for kind in kinds for each in _weights(self._module, kind))
         inputs = {name: value.to(weight.device) for name, value in self._inputs[call].items()}
         inputs[call.argument] = inputs[call.argument].to(weight.dtype)
         method = getattr(type(self._module), call.method).__get__(self._module)
@@ -233,8 +238,8 @@ def _input_of(module: nn.Module, call: FeatureCall) -> Inputs:
     inputs, why_not = found[call]
     if why_not:
         raise ConfigError(
-            f"in this step some ranks have {call.argument} and others have none, and {type(module).__name__} is sharded: "
-            f"its tower must run on all of them, and no small input for {call.method} was found ({why_not}). Give every "
-            f"rank {call.argument} in such a step, or none"
+            f"in this step some ranks have {call.argument} and others have none, and {type(module).__name__} is "
+            f"sharded: its tower must run on all of them, and can't run without an input ({why_not}). "
+            f"Give every rank {call.argument} in such a step, or none"
         )
     return inputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -33,14 +34,14 @@ def smallest_input(module: Any, call: FeatureCall) -> tuple[Inputs, str]:
     Returns:
         The arguments, and an empty text; or no arguments, and what the last form of inputs led to.
     """
-    why_not = "no part of it takes such inputs"
-    for layers in (_LAYERS, None):
+    why_not = call.why_not or "no part of it takes such inputs"
+    for layers in () if call.why_not else (_LAYERS, None):
         with probe.seeded():
-            small, failed = probe.attempt(lambda layers=layers: _small_copy(module, layers))  # type: ignore[misc]
+            small, failed = probe.attempt(partial(_small_copy, module, layers))
             if failed:
                 return {}, failed
             for inputs in _forms(module, call):
-                _, why_not = probe.attempt(lambda inputs=inputs: _check(small, call, inputs))  # type: ignore[misc]
+                _, why_not = probe.attempt(partial(_check, small, call, inputs))
                 if not why_not:
                     return inputs, ""
     return {}, why_not
