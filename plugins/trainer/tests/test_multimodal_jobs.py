@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_tokenizers import byte_level, saved
-from tiny_multimodal import tiny_model
+from tiny_multimodal import text_batch, tiny_model
 
-from veomni_core.errors import ConfigError, JobFileError
+from veomni_core import bind
+from veomni_core.errors import ConfigError, JobFileError, PackedSequencesError
 from veomni_trainer.job.parameter_groups import ParameterGroup
 from veomni_trainer.loop.parameter_groups import divide
 from veomni_trainer.setup.packing import check_packing
@@ -108,6 +109,21 @@ def test_packed_text_is_kept_apart_where_use_cache_is_the_text_config_s(model_ty
     model = tiny_model(model_type)
     model.config.get_text_config().use_cache = True
     check_packing(model, batch_size=2)
+
+
+def test_packed_positions_of_three_rows_are_refused_and_of_four_kept_apart() -> None:
+    model: Any = tiny_model("qwen3_vl").eval()
+    ids = text_batch(1, 12)["input_ids"]
+    rows = torch.cat([torch.arange(7), torch.arange(5)]).view(1, 1, 12)
+    with bind(model, {"preset": "eager"}):
+        alone = model(input_ids=ids[:, 7:]).logits
+        packed = model(input_ids=ids, position_ids=rows.expand(4, 1, 12), use_cache=False).logits[:, 7:]
+        torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+        with pytest.raises(
+            PackedSequencesError, match="three rows, by which .* apart in Qwen3VLForConditionalGeneration"
+        ):
+            model(input_ids=ids, position_ids=rows.expand(3, 1, 12), use_cache=False)
+        model(input_ids=ids, position_ids=torch.arange(12).expand(3, 1, 12))
 
 
 def test_frozen_towers_are_not_trained(chats: Any, train: Train, capsys: pytest.CaptureFixture[str]) -> None:
