@@ -46,9 +46,13 @@ def refusing_three_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
     def in_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         positions = given.get("position_ids")
-        has_three = isinstance(positions, Tensor) and positions.dim() == 3 and len(positions) == 3
-        # Along a sequence no token's time is before another's; padding, which a mask leaves out, may say anything.
-        if has_three and given.get("attention_mask") is None and (positions[0].diff(dim=-1) < 0).any():
+        if (
+            isinstance(positions, Tensor)
+            and positions.dim() == 3
+            and len(positions) == 3
+            and given.get("attention_mask") is None  # padding, which a mask leaves out, may say anything
+            and (positions[0].diff(dim=-1) < 0).any()  # along a sequence no token's time is before another's
+        ):
             raise PackedSequencesError(
                 "this step packs sequences, and their position_ids have three rows, by which transformers' "
                 f"attention doesn't keep them apart in {type(self).__name__}. Give four rows, the first of which "

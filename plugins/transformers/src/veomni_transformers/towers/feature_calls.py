@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from veomni_transformers.proving.functions import code_layers, current_forward
 from veomni_transformers.towers.parts import towers

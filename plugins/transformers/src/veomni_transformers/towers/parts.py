@@ -69,16 +69,16 @@ def tower_kind(module: nn.Module) -> str:
     """Of a model that takes no text; empty for others, and for one of which nothing says what it takes."""
     if not isinstance(module, PreTrainedModel):
         return ""
-    taken = module.input_modalities
-    taken = {taken} if isinstance(taken, str) else set(taken)
+    said = module.input_modalities
+    taken = {said} if isinstance(said, str) else {*said}
     parameters = [*inspect.signature(type(module).forward).parameters]
     if "text" in taken and _OF_TEXT & {*parameters}:
         return ""
     for kind, modalities in _MODALITIES.items():
         if taken - {"text"} and taken - {"text"} <= modalities:
             return kind
-    said = f"{' '.join(parameters[1:2])} {type(module.config).__name__}".lower()
-    return next((kind for kind, word in _SAID.items() if re.search(word, said)), "")
+    names = f"{' '.join(parameters[1:2])} {type(module.config).__name__}".lower()
+    return next((kind for kind, word in _SAID.items() if re.search(word, names)), "")
 
 
 def _words(model: nn.Module) -> list[nn.Module]:

@@ -143,9 +143,7 @@ def _small_copy(module: nn.Module, layers: int | None) -> nn.Module:
             if value is not None:
                 scale = max(value.shape[-1:] or [1]) ** -0.5
                 twin._parameters[name] = nn.Parameter(probe.random(*value.shape, scale=scale))
-        for name, value in each._buffers.items():
-            if value is not None:
-                twin._buffers[name] = _values(value)
+        twin._buffers.update({name: _values(buffer) for name, buffer in each._buffers.items() if buffer is not None})
         children = [(name, child) for name, child in each._modules.items() if child is not None]
         if isinstance(each, nn.ModuleList) and len({type(child) for _, child in children}) == 1:
             children = children[:layers]
