@@ -31,19 +31,40 @@ COMPARED = """
             return with_kinds(model_type, text_batch(1, 10, seed))
         return media_batch(tiny_model(model_type), what, seed)
 
-    def by_hand(model_type):
+    def by_hand(model_type, **settings):
         model = tiny_model(model_type)
         for paths in towers(model).values():
             for path in paths:
                 if isinstance(part := dict(model.named_modules()).get(path), torch.nn.Module):
                     for layer in getattr(part, "blocks", getattr(part, "layers", ())):
-                        fully_shard(layer)
+                        fully_shard(layer, **settings)
                     if model_type not in WITH_HIDDEN_STATES:
-                        fully_shard(part)
+                        fully_shard(part, **settings)
         for layer in model.get_decoder().layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, **settings)
+        fully_shard(model, **settings)
         return model
+
+    def recomputing(model_type):
+        model = by_hand(model_type)
+        model.gradient_checkpointing_enable()
+        return model
+
+    def frozen(model_type):
+        model = by_hand(model_type)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("visual" not in name)
+        return model
+
+    def in_bfloat16(model_type):
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        model = by_hand(model_type, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        run_every_tower(model)
+        model(**batch(model_type, ("image", "text")[rank], 0)).loss.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None and parameter.grad.full_tensor().isfinite().all(), name
+        print(model_type, "is equal")
 
     def by_transformers(model_type):
         import tempfile
@@ -57,7 +78,7 @@ COMPARED = """
         kind = type(tiny_model(model_type))
         return kind.from_pretrained(folder[0], distributed_config=DistributedConfig(fsdp_size=2)).train()
 
-    def compare(model_type, steps, make=by_hand, bound=False, inside=lambda model: model):
+    def compare(model_type, steps, make=by_hand, bound=False):
         model, whole = make(model_type), tiny_model(model_type)
         towered = bind(model, {{"preset": "auto"}}) if bound else run_every_tower(model)
         for number, step in enumerate(steps):
@@ -68,7 +89,7 @@ COMPARED = """
             torch.testing.assert_close(loss, losses[rank], rtol=1e-4, atol=1e-5)
             loss.backward()
             for (name, mine), (_, wanted) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
-                if wanted.grad is None:
+                if wanted.grad is None or not mine.requires_grad:
                     assert mine.grad is None, (model_type, step, name)
                 else:
                     assert mine.grad is not None, (model_type, step, name)
@@ -104,6 +125,17 @@ def test_every_family_s_tower_runs(bound):
 def test_kinds_of_inputs_run_in_the_order_of_the_code():
     steps = '[("audio", "image"), ("video", "audio"), ("text", "video"), ("image", "video")]'
     ranks(*(f'compare("{model_type}_thinker", {steps})' for model_type in ("qwen2_5_omni", "qwen3_omni_moe")))
+
+
+@pytest.mark.thorough
+def test_layers_may_be_recomputed_frozen_or_in_bfloat16():
+    once = '[("image", "text"), ("text", "image")]'
+    ranks(
+        f'compare("qwen3_vl", {once}, recomputing)',
+        f'compare("qwen3_vl", {once}, frozen)',
+        'in_bfloat16("qwen3_vl")',
+        'in_bfloat16("internvl")',
+    )
 
 
 @pytest.mark.thorough
