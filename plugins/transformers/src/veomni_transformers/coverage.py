@@ -103,7 +103,7 @@ def model_types(selection: str) -> tuple[tuple[str, str], ...]:
         known = ["all", *_AUTO_CLASSES]
         raise UnknownNameError(f"--transformers-models: {selection!r} is unknown. {did_you_mean(selection, known)}")
     kinds = _AUTO_CLASSES if selection == "all" else (selection,)
-    listed = [(kind, name) for kind in kinds for name in sorted(getattr(modeling_auto, _AUTO_CLASSES[kind][1]))]
+    listed = [(kind, name) for kind in kinds for name in sorted(getattr(modeling_auto, _AUTO_CLASSES[kind][1], ()))]
     whole = {name: kind for kind, name in reversed(listed) if _AUTO_CLASSES[kind][0] is None}
     return tuple((kind, name) for kind, name in listed if _AUTO_CLASSES[kind][0] is not None or whole[name] == kind)
 

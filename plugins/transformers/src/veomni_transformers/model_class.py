@@ -11,19 +11,14 @@ from transformers.models.auto import modeling_auto
 
 from veomni_core.errors import ConfigError
 
-# Models that write text, those with images, audio or video first: the same types are text decoders alone behind them.
-_WRITE_TEXT = (
-    modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-)
-_OTHERS = (
-    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    modeling_auto.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
-    modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    modeling_auto.MODEL_MAPPING_NAMES,
+# Tables of transformers: of models that write text, those of images, audio or video first, since some types have a text
+# decoder in the last one; and of other models. Not every version has all.
+_WRITE_TEXT, _OTHERS = (
+    [getattr(modeling_auto, f"MODEL_{name}MAPPING_NAMES", {}) for name in names]
+    for names in (
+        ("FOR_MULTIMODAL_LM_", "FOR_IMAGE_TEXT_TO_TEXT_", "FOR_SPEECH_SEQ_2_SEQ_", "FOR_CAUSAL_LM_"),
+        ("FOR_SEQ_TO_SEQ_CAUSAL_LM_", "FOR_TEXT_TO_WAVEFORM_", "FOR_MASKED_LM_", "FOR_SEQUENCE_CLASSIFICATION_", ""),
+    )
 )
 
 

@@ -69,7 +69,7 @@ def tower_kind(module: nn.Module) -> str:
     """Of a model that takes no text; empty for others, and for one of which nothing says what it takes."""
     if not isinstance(module, PreTrainedModel):
         return ""
-    said = module.input_modalities
+    said = getattr(module, "input_modalities", "text")
     taken = {said} if isinstance(said, str) else {*said}
     parameters = [*inspect.signature(type(module).forward).parameters]
     if "text" in taken and _OF_TEXT & {*parameters}:
