@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_tokenizers import byte_level, saved
 from tiny_multimodal import text_batch, tiny_model
 
@@ -100,6 +100,22 @@ def test_towers_are_adapted_where_the_job_names_them(chats: Any, train: Train, r
         train(data, "lora.towers=[audio]", overwrite=True)
     with pytest.raises(ConfigError, match=r"lora\.towers is for target_modules: all-linear"):
         train(data, "lora.target_modules=[q_proj]", overwrite=True)
+
+
+@pytest.mark.thorough
+def test_the_thinker_of_an_omni_folder_is_trained_and_exported(chats: Any, train: Train, run: Path) -> None:
+    data = chats("qwen2_5_omni_thinker")
+    folder = Path(data["model"]["weights"])
+    weights = {f"thinker.{name}": value for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(weights | {"talker.norm.weight": torch.ones(2)}, folder / "model.safetensors", {"format": "pt"})
+    whole = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniForConditionalGeneration"]}
+    whole["thinker_config"] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+    train(data, "train.export=true")
+    assert type(load_as_trained(run / "model")).__name__ == "Qwen2_5OmniThinkerForConditionalGeneration"
+    data["lora"] = {"rank": 4}
+    train(data, "train.export=merged", overwrite=True)
+    assert type(load_as_trained(run / "model")).__name__ == "Qwen2_5OmniThinkerForConditionalGeneration"
 
 
 @pytest.mark.parametrize(
