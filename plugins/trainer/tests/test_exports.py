@@ -99,7 +99,6 @@ def test_a_model_of_images_and_text_is_merged_as_the_class_that_was_trained(
     model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision))
     model.save_pretrained(chat_data["model"]["weights"])
     chat_data["lora"] = {"rank": 4, "target_modules": ["q_proj", "down_proj"]}
-    chat_data["data"]["loss_on"] = "all"  # its loss takes no count of a step's labels
     chat_data["train"] |= {"export": "merged"}
     train(chat_data)
     exported = load_as_trained(run / "model")

@@ -94,7 +94,7 @@ def test_nothing_runs_all_eager_unasked(sources):
         ({"model_type": "lama"}, {}, UnknownNameError, r"model_type 'lama' is unknown\. Did you mean 'llama'"),
         ({"hidden_size": 8}, {}, ConfigError, r"model\.config: model_type is missing"),
         ("no/such/config.json", {}, JobFileError, r"there is no such model config"),
-        ({"model_type": "vit"}, {}, ConfigError, r"vit has no causal language model"),
+        ({"model_type": "vit"}, {}, ConfigError, r"no model of the type vit that writes text.*\[ViTModel\]"),
         ({"model_type": "llama", **LLAMA}, {"torch_dtype": "bf16"}, ConfigError, r"torch_dtype: 'bf16' is unknown"),
         ({"model_type": "llama", **LLAMA}, {"init_device": "gpu"}, ConfigError, r"init_device: 'gpu' is not a device"),
     ],

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from veomni_core.binding.bind import apply_plan, apply_proven_plan
 from veomni_core.binding.placement import device_type_of
@@ -27,6 +26,7 @@ from veomni_transformers.jobs.config_errors import explained
 from veomni_transformers.jobs.hub_snapshots import is_hub_id, snapshot
 from veomni_transformers.jobs.model_config import ConfigSource, load_model_config
 from veomni_transformers.memory.same_form import same_form
+from veomni_transformers.model_class import class_and_config
 from veomni_transformers.sharded_build import random_sharded_model, refuse_device, refuse_world
 from veomni_transformers.stored_layouts import refuse_divided, square_and_transposed, transpose
 from veomni_transformers.veomni_jobs import warn_of_removed_variables
@@ -63,7 +63,8 @@ def build_foundation_model(
     """Build a model with the kernels that ``ops_implementation`` names, or raise before any weight is loaded.
 
     Args:
-        config_path: a ``config.json``, a folder with one, a Hub id, a mapping, or a ``PretrainedConfig`` (copied).
+        config_path: a ``config.json``, a folder with one, a Hub id, a mapping, or a ``PretrainedConfig`` (copied). The
+            class is as of :func:`veomni_transformers.model_class.class_and_config`.
         weights_path: a local folder of safetensors files, or a Hub id. Without it, the weights are random.
         ops_implementation: the job's ``model.ops_implementation``. Required: to run all-eager, write
             ``{"preset": "eager"}``.
@@ -157,9 +158,9 @@ def build_foundation_model(
         if is_hub_id(str(weights_path)):
             weights_path = snapshot("weights_path", str(weights_path), with_weights=True)
         check_weights(Path(weights_path))
-    config = load_model_config(config_path, config_kwargs, trust_remote_code)
-    model_class = _model_class(config, modeling)
-    skeleton = _skeleton(config, dtype, trust_remote_code, modeling)
+    read = load_model_config(config_path, config_kwargs, trust_remote_code)
+    model_class, config = _class_and_config(read, modeling)
+    skeleton = _skeleton(model_class, config, dtype, trust_remote_code)
     turned = () if weights_path is None else square_and_transposed(Path(weights_path), skeleton)
     if sharding is not None or quantization_config is not None:
         refuse_divided(Path(weights_path or ""), turned)
@@ -202,16 +203,15 @@ def build_foundation_model(
 def load_as_trained(path: Path, trust_remote_code: bool = False, config: ConfigSource | None = None) -> PreTrainedModel:
     """The unbound model in a folder of weights, in their dtype on the CPU, of the class that would be trained.
 
-    ``AutoModelForCausalLM`` may take another one: of a model of text and images, the part for text alone. With a
-    ``config`` of its own the model has a new head, if the weights' is another one.
+    With a ``config`` of its own the model has a new head, if the weights' is another one.
 
     Raises:
         CheckpointError: the weights are missing, damaged, or not all that the model has.
     """
     check_weights(path)
-    read = load_model_config(config or str(path), trust_remote_code=trust_remote_code)
-    kind, cpu = _model_class(read), torch.device("cpu")
-    return _load_weights(kind, read, path, "auto", cpu, trust_remote_code, {}, config is not None)  # type: ignore[no-any-return]
+    model_class, read = class_and_config(load_model_config(config or str(path), trust_remote_code=trust_remote_code))
+    device = torch.device("cpu")
+    return _load_weights(model_class, read, path, "auto", device, trust_remote_code, {}, config is not None)  # type: ignore[no-any-return]
 
 
 def build_skeleton(
@@ -226,8 +226,8 @@ def build_skeleton(
     Raises:
         ConfigError: no model can be built from the config; the message names its keys.
     """
-    config = load_model_config(config_path, trust_remote_code=trust_remote_code)
-    return _skeleton(config, _dtype(torch_dtype), trust_remote_code, modeling)
+    read = load_model_config(config_path, trust_remote_code=trust_remote_code)
+    return _skeleton(*_class_and_config(read, modeling), _dtype(torch_dtype), trust_remote_code)
 
 
 def build_unbound(
@@ -239,19 +239,24 @@ def build_unbound(
     modeling: str | Path | None = None,
 ) -> PreTrainedModel:
     """The unbound model with random weights on ``device``."""
-    config = load_model_config(config_path, trust_remote_code=trust_remote_code)
-    kind = _model_class(config, modeling)
-    return _random_model(kind, config, _dtype(torch_dtype), torch.device(device), trust_remote_code)
+    read = load_model_config(config_path, trust_remote_code=trust_remote_code)
+    model_class, config = _class_and_config(read, modeling)
+    return _random_model(model_class, config, _dtype(torch_dtype), torch.device(device), trust_remote_code)
 
 
-def _skeleton(config: Any, dtype: torch.dtype, trust: bool, modeling: str | Path | None = None) -> Any:
+def _class_and_config(config: Any, modeling: str | Path | None) -> tuple[Any, Any]:
+    """The class of a generated file, or else transformers' own."""
+    return class_and_config(config) if modeling is None else (generated_class(modeling, config), config)
+
+
+def _skeleton(model_class: Any, config: Any, dtype: torch.dtype, trust: bool) -> Any:
     """On the meta device, an error of the model's constructor comes from its config: there is no memory to run out of.
 
     So :func:`build_foundation_model` builds one before it builds the model.
     """
     written = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     with explained(f"no {config.model_type} can be built from it", written, "model.config"):
-        return _random_model(_model_class(config, modeling), config, dtype, torch.device("meta"), trust)
+        return _random_model(model_class, config, dtype, torch.device("meta"), trust)
 
 
 def check_weights(path: Path) -> None:
@@ -304,29 +309,11 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _model_class(config: Any, modeling: str | Path | None = None) -> Any:
-    """The first of the config's architectures that transformers has; else ``AutoModelForCausalLM``.
-
-    With ``modeling``, the class of that generated file.
-    """
-    if modeling is not None:
-        return generated_class(modeling, config)
-    for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    return AutoModelForCausalLM
-
-
 def _random_model(model_class: Any, config: Any, dtype: torch.dtype, device: torch.device, trust: bool) -> Any:
     options = {"trust_remote_code": trust} if model_class is AutoModelForCausalLM else {}
     build = model_class.from_config if model_class is AutoModelForCausalLM else model_class._from_config
-    try:
-        with device:
-            return build(config, dtype=dtype, **options)
-    except ValueError as error:
-        if "Unrecognized configuration class" in str(error):
-            raise ConfigError(f"{config.model_type} has no causal language model in transformers") from error
-        raise
+    with device:
+        return build(config, dtype=dtype, **options)
 
 
 def _load_resized(model_class: Any, config: Any, path: Path, *others: Any) -> Any:
@@ -338,6 +325,15 @@ def _load_resized(model_class: Any, config: Any, path: Path, *others: Any) -> An
     if words != config.get_text_config().vocab_size:
         model.resize_token_embeddings(config.get_text_config().vocab_size)
     return model
+
+
+def _holds_a_whole_around(path: Path, config: Any) -> bool:
+    """Whether the folder's weights are those of a whole model, and ``config`` is that of a part of it."""
+    if not (path / "config.json").is_file():
+        return False
+    stored = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type")
+    parts = CONFIG_MAPPING[stored].sub_configs.values() if stored in CONFIG_MAPPING else ()
+    return stored != config.model_type and type(config) in parts
 
 
 def _load_weights(
@@ -373,6 +369,8 @@ def _load_weights(
     misfits = {
         what: sorted(map(str, info.get(what) or ())) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
     }
+    if _holds_a_whole_around(path, config):
+        del misfits["unexpected_keys"]  # of the other parts; none of this one is missing
     if new_head:
         body = f"{model.base_model_prefix}."
         misfits = {what: [key for key in keys if key.startswith(body)] for what, keys in misfits.items()}

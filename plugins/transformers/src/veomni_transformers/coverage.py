@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto import modeling_auto
 
 from veomni_core.discovery.registry import Registry
@@ -19,14 +19,19 @@ from veomni_core.planning.config import OpsConfig
 from veomni_core.planning.planner import plan_sites
 from veomni_core.sites.find import find_sites
 from veomni_core.sites.site import Site
+from veomni_transformers.model_class import class_and_config
 from veomni_transformers.packed.packed_sequences import mixing_layers
 from veomni_transformers.proving.probe import quiet
 
+# Of each kind, transformers' class for it and its table of types; without a class, the whole model, as jobs build it.
 _AUTO_CLASSES: Mapping[str, tuple[Any, str]] = {
     "causal": (AutoModelForCausalLM, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
-    "vlm": (AutoModelForImageTextToText, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
+    "vlm": (None, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
+    "multimodal": (None, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES"),
+    "speech": (None, "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
     "seq2seq": (AutoModelForSeq2SeqLM, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
 }
+_SECTIONS = "mrope_section"
 
 
 @dataclass(frozen=True)
@@ -89,12 +94,18 @@ class Claim:
 
 
 def model_types(selection: str) -> tuple[tuple[str, str], ...]:
-    """``(kind, model type)`` of ``causal``, ``vlm``, ``seq2seq`` or ``all`` models of the installed transformers."""
+    """``(kind, model type)`` of the models of a kind, or ``all``, of the installed transformers.
+
+    Kinds are ``causal``, ``vlm`` (images and text), ``multimodal`` (audio or video too), ``speech`` and ``seq2seq``. Of
+    ``all``, a type that several kinds without a class of transformers' list comes once.
+    """
     if selection != "all" and selection not in _AUTO_CLASSES:
         known = ["all", *_AUTO_CLASSES]
         raise UnknownNameError(f"--transformers-models: {selection!r} is unknown. {did_you_mean(selection, known)}")
     kinds = _AUTO_CLASSES if selection == "all" else (selection,)
-    return tuple((kind, name) for kind in kinds for name in sorted(getattr(modeling_auto, _AUTO_CLASSES[kind][1])))
+    listed = [(kind, name) for kind in kinds for name in sorted(getattr(modeling_auto, _AUTO_CLASSES[kind][1], ()))]
+    whole = {name: kind for kind, name in reversed(listed) if _AUTO_CLASSES[kind][0] is None}
+    return tuple((kind, name) for kind, name in listed if _AUTO_CLASSES[kind][0] is not None or whole[name] == kind)
 
 
 def cover(types: Iterable[tuple[str, str]], registry: Registry) -> Iterator[ModelCoverage]:
@@ -108,8 +119,7 @@ def cover(types: Iterable[tuple[str, str]], registry: Registry) -> Iterator[Mode
 def _cover(kind: str, model_type: str, config: OpsConfig) -> ModelCoverage:
     start = time.perf_counter()
     try:
-        with torch.device("meta"):
-            model = _AUTO_CLASSES[kind][0].from_config(CONFIG_MAPPING[model_type](), dtype=torch.bfloat16)
+        model = _built(kind, CONFIG_MAPPING[model_type]())
     except Exception as error:  # a default config that no model can be built from
         return ModelCoverage(model_type, problem=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
     built = time.perf_counter()
@@ -137,6 +147,23 @@ def _cover(kind: str, model_type: str, config: OpsConfig) -> ModelCoverage:
     mixing = mixing_layers(model, plan.ops, config.registry)
     packing = next(filter(None, mixing.values()), "") if mixing else None
     return ModelCoverage(model_type, type(model).__name__, "", built - start, done - built, tuple(ops), packing)
+
+
+def _built(kind: str, config: Any) -> Any:
+    """The model of a default config on the meta device, with sections of multimodal rotary embeddings that fit it."""
+    auto = _AUTO_CLASSES[kind][0]
+    made, config = (auto, config) if auto is not None else class_and_config(config)
+    build = made.from_config if auto is not None else made._from_config
+    with torch.device("meta"):
+        model = build(config, dtype=torch.bfloat16)
+        text = config.get_text_config()
+        rotary = next((each for each in model.modules() if hasattr(each, _SECTIONS)), None)
+        pairs = getattr(getattr(rotary, "inv_freq", None), "numel", int)()
+        if pairs and sum(getattr(rotary, _SECTIONS)) != pairs:  # a published model's fit; a default may be another's
+            part = pairs * 3 // 8
+            text.rope_parameters = {**text.rope_parameters, _SECTIONS: [pairs - 2 * part, part, part]}
+            model = build(config, dtype=torch.bfloat16)
+    return model
 
 
 # Matches the evidence of a site whose probe raised, in the format of sites.proofs.probe.attempt.

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from veomni_trainer.job.parameter_groups import Tower
 from veomni_trainer.job.section import Number, Section
 
 
@@ -20,7 +21,9 @@ class LoraSection(Section):
     """The dropout before the adapter (PEFT's ``lora_dropout``)."""
     target_modules: str | list[str] = "all-linear"
     """Names of the linears that get an adapter, a regular expression of whole paths, or ``all-linear``: all but the
-    head."""
+    head, of the text decoder."""
+    towers: list[Tower] = Field(default_factory=list)
+    """The other parts of a model of images, video or audio that ``all-linear`` is to adapt too."""
     exclude_modules: str | list[str] | None = None
     """Those of them that get none."""
     target_parameters: list[str] | None = None

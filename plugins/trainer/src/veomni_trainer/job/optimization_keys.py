@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from veomni_trainer.job.parameter_groups import ParameterGroup
+from veomni_trainer.job.parameter_groups import ParameterGroup, Tower
 from veomni_trainer.job.section import Number, Section
 
 
@@ -23,6 +23,7 @@ def _off_is_false(value: Any) -> Any:
     return False if value in (None, "off") else value
 
 
+Frozen = Tower | Literal["text"]
 Clipping = Annotated[Annotated[Number, Field(gt=0.0)] | Literal[False], BeforeValidator(_off_is_false)]
 
 
@@ -52,6 +53,8 @@ class OptimizationKeys(Section):
     """The optimizer's weight decay. Biases and the weights of norms have none."""
     parameter_groups: list[ParameterGroup] = Field(default_factory=list)
     """Parameters with another learning rate or weight decay. The first group that matches a name decides."""
+    freeze: list[Frozen] = Field(default_factory=list)
+    """Parts of a model of images, video or audio that stay as they are; ``text`` is its decoder."""
     max_grad_norm: Clipping = 1.0
     """Gradients of a larger norm are scaled down to it; ``off`` or ``null`` leaves them as they are."""
     early_stop: EarlyStop | None = None

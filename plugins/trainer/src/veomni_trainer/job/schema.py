@@ -82,6 +82,8 @@ class Job(Section):
                 f"{' and '.join(unsharded)} needs whole weights, and train.fsdp_size shards them; leave that out, or "
                 "write fsdp_size: 1: several processes can train an adapter, each with its own copy of the model"
             )
+        if train.freeze:
+            raise ValueError("train.freeze: an adapter's weights are frozen already; lora.towers says what is adapted")
         if self.lora.quantization and train.precision == "fp16_mixed":
             raise ValueError("lora.quantization is not tested under train.precision: fp16_mixed; write bf16_mixed")
         return self

@@ -31,6 +31,8 @@ from veomni_trainer.run.start import Start
 from veomni_trainer.setup.disk_space import checkpoint_bytes, describe_disk_space
 from veomni_trainer.setup.model import conditions
 from veomni_trainer.setup.precision import weights_dtype
+from veomni_transformers.build import build_skeleton
+from veomni_transformers.losses.counted_items import divides_by_items
 
 _NORMS = ("rms_norm", "rms_norm_gated")
 
@@ -119,7 +121,13 @@ def _trainer(start: Start, on_row: Any, callbacks: list[Any], loads: ExpertLoads
     whole = Throughput(start.base, peak or 0.0, start.arguments.world_size, start.job.data.packing) if counted else None
     given = start.model, start.arguments, start.corpus, on_row, callbacks, train, loads, norms, whole
     if start.inputs is None:
-        return JobTrainer(*given)
+        trainer = JobTrainer(*given)
+        model = start.job.model
+        options: Any = {"trust_remote_code": model.trust_remote_code, "modeling": model.modeling}
+        unbound = build_skeleton(start.base.config, **options)
+        if (divides := divides_by_items(unbound)) is not None:  # else what transformers believes of it
+            trainer.model_accepts_loss_kwargs = divides
+        return trainer
     return trainer_of(train.method)(*given, inputs=start.inputs)
 
 

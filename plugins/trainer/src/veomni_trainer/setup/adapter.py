@@ -15,13 +15,14 @@ from veomni_core.errors import CheckpointError, ConfigError, HostError, did_you_
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.adapters import ADAPTER_CONFIG, is_adapter, load_adapter
 from veomni_trainer.setup.precision import precision_of
+from veomni_trainer.setup.towers import excluded_modules
 from veomni_transformers.jobs.hub_snapshots import is_hub_id
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 _BOTH = (  # the keys that PEFT has under the same names
-    *("target_modules", "exclude_modules", "target_parameters", "modules_to_save"),
+    *("target_modules", "target_parameters", "modules_to_save"),
     *("use_rslora", "use_dora", "init_lora_weights"),
 )
 _PLACES = ("target_modules", "target_parameters", "modules_to_save")
@@ -80,7 +81,9 @@ def with_adapter(model: PreTrainedModel, job: Job, checkpoint: Path | None = Non
     set_seed(job.train.seed)  # so that a new adapter depends on nothing that the model's weights have drawn
     try:
         # In float32 where the weights are (or autocast computes), also over frozen weights of 16 bits.
-        adapted = get_peft_model(model, _config(job), autocast_adapter_dtype=job.train.precision != "bf16")
+        assert job.lora is not None
+        config = _config(job, excluded_modules(model, job.lora))
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=job.train.precision != "bf16")
     except ValueError as error:
         raise ConfigError(f"lora: {error}") from error
     if is_hub_id(job.model.weights):  # not the folder of this machine's cache
@@ -133,7 +136,7 @@ def _load(adapted: PeftModel, checkpoint: Path) -> None:
     load_adapter(adapted, checkpoint)
 
 
-def _config(job: Job) -> LoraConfig:
+def _config(job: Job, excluded: str | list[str] | None) -> LoraConfig:
     from peft import LoraConfig
 
     lora = job.lora
@@ -144,6 +147,7 @@ def _config(job: Job) -> LoraConfig:
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
+        exclude_modules=excluded,
         **{key: getattr(lora, key) for key in _BOTH},
     )
 

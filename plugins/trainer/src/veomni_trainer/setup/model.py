@@ -22,8 +22,10 @@ from veomni_trainer.setup.causal_models import check_causal
 from veomni_trainer.setup.precision import precision_of, weights_dtype
 from veomni_trainer.setup.scoring_models import as_scorer, has_scores
 from veomni_trainer.setup.sharding import check_sharding, distributed_config
+from veomni_trainer.setup.towers import freeze
 from veomni_transformers.build import build_skeleton as unbound_skeleton
 from veomni_transformers.jobs.model_config import load_model_config
+from veomni_transformers.towers.parts import tower_of, towers
 
 _VOCABULARY_STEP = 64
 
@@ -95,7 +97,10 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
     if job.lora:
         skeleton = check_adapter(job, skeleton)
         _refuse_adapted_head(job, skeleton)
-    check_groups(job.train.parameter_groups, [name for name, p in skeleton.named_parameters() if p.requires_grad])
+    freeze(skeleton, job.train.freeze)
+    trained = [name for name, parameter in skeleton.named_parameters() if parameter.requires_grad]
+    found = towers(skeleton) if any(group.tower for group in job.train.parameter_groups) else {}
+    check_groups(job.train.parameter_groups, {name: tower_of(found, name) for name in trained})
 
 
 def _refuse_adapted_head(job: Job, skeleton: Any) -> None:
@@ -133,6 +138,7 @@ def build_model(
         raise CheckpointError(f"{weights} does not fit this model: {reason(error)}") from error
     if weights is not None:
         _refuse_not_finite(model, weights)
+    freeze(model, job.train.freeze)
     return model
 
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def coverage(
-    transformers_models: Annotated[str, typer.Option(help="Which models: all, causal, vlm or seq2seq.")] = "causal",
+    transformers_models: Annotated[
+        str, typer.Option(help="Which: all, causal, vlm, multimodal, speech or seq2seq.")
+    ] = "causal",
     json: AsJson = False,
 ) -> None:
     """Build every model type on the meta device, prove its sites, and count what binds."""

@@ -37,7 +37,7 @@ def why_documents_mix(
     weights have made it small. All ranks must call this together.
 
     Args:
-        model: bound, with weights, on its device. Its config's ``use_cache`` is set to False.
+        model: bound, with weights, on its device. ``use_cache`` of its config and its text config is set to False.
         batch_size: how many packed sequences a batch has; some attention keeps the documents only of one apart.
         autocast: the type that the model trains under.
         group: the ranks that share each sequence.
@@ -47,7 +47,8 @@ def why_documents_mix(
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "takes no position_ids, so it can't know where a document starts"
-    model.config.use_cache = False  # as Trainer sets it: transformers sees no boundaries beside a cache
+    for config in (model.config, model.config.get_text_config()):  # Trainer sets the first alone
+        config.use_cache = False  # transformers sees no boundaries beside a cache
     tolerance = _TOLERANCES[getattr(torch, autocast) if autocast else model.dtype]
     with _evaluating(model), _under(autocast, model.device):
         try:

@@ -1,0 +1,63 @@
+"""What a job says about the towers of a model of images, video or audio: which are frozen, and which are adapted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from torch import nn
+
+from veomni_core.errors import ConfigError
+from veomni_trainer.job.lora_section import LoraSection
+from veomni_transformers.towers.parts import KINDS, tower_of, towers
+
+_TEXT = "text"
+
+
+def freeze(model: nn.Module, kinds: Iterable[str]) -> None:
+    """Take the parameters of the towers ``kinds`` out of training; ``text`` is all that is in no tower.
+
+    Raises:
+        ConfigError: the model has no such tower, or nothing would be left to train.
+    """
+    kinds = list(kinds)
+    if not kinds:
+        return
+    found = _check(model, kinds, "train.freeze")
+    for name, parameter in model.named_parameters():
+        if (tower_of(found, name) or _TEXT) in kinds:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"train.freeze: [{', '.join(kinds)}] leaves nothing to train; take one out")
+
+
+def excluded_modules(model: nn.Module, lora: LoraSection) -> str | list[str] | None:
+    """PEFT's ``exclude_modules``: the job's, and of ``all-linear`` the towers that ``lora.towers`` doesn't name.
+
+    Raises:
+        ConfigError: the model has no such tower, or ``lora.towers`` stands beside names of modules.
+    """
+    theirs = lora.exclude_modules
+    if lora.towers:
+        _check(model, lora.towers, "lora.towers")
+        if lora.target_modules != "all-linear":
+            raise ConfigError("lora.towers is for target_modules: all-linear; names of modules hold in all towers")
+    found = towers(model) if lora.target_modules == "all-linear" else {}
+    left = [re.escape(path) for kind in found if kind not in lora.towers for path in found[kind]]
+    if not left:
+        return theirs
+    ways = [rf"({'|'.join(left)})(\..*)?"]
+    if theirs:
+        ways += [theirs] if isinstance(theirs, str) else [rf"(.*\.)?({'|'.join(map(re.escape, theirs))})"]
+    return "|".join(f"({way})" for way in ways)
+
+
+def _check(model: nn.Module, kinds: Iterable[str], key: str) -> dict[str, tuple[str, ...]]:
+    found = towers(model)
+    for kind in kinds:
+        if kind not in (*found, _TEXT):
+            here = ", ".join(each for each in KINDS if each in found) or "none"
+            raise ConfigError(
+                f"{key}: {type(model).__name__} has no part {kind!r}; beside its text decoder it has: {here}"
+            )
+    return found

@@ -1,0 +1,170 @@
+"""The smallest input that a tower takes, found by trying forms of inputs on a small copy of the tower on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
+
+from veomni_core.changes.bound_subclass import EAGER, eager_class
+from veomni_transformers.proving import probe
+from veomni_transformers.towers.feature_calls import FeatureCall, read_tensors
+from veomni_transformers.towers.parts import AUDIO, VISION, tower_kind
+
+Inputs = dict[str, Tensor]
+_LAYERS = 2  # of each stack in the copy; whether an input is valid shows in the first ones
+_NUMBERS_OF_IMAGES = ((1,), (1, 1), (1, 2))  # some towers take a picture whole and in parts
+_FRAMES = (8, 16, 64, 100, 128, 200, 3000)
+
+
+def smallest_input(module: Any, call: FeatureCall) -> tuple[Inputs, str]:
+    """The arguments of ``call`` on ``module`` for one small image, video or sound, float32 on the CPU.
+
+    They were run on a copy of the towers with random weights and few layers: the features are finite, and every
+    gradient that a sum of them at zero weight leaves on the copy's weights is zero.
+
+    Returns:
+        The arguments, and an empty text; or no arguments, and what the last form of inputs led to.
+    """
+    why_not = call.why_not or "no part of it takes such inputs"
+    for layers in () if call.why_not else (_LAYERS, None):
+        with probe.seeded():
+            small, failed = probe.attempt(partial(_small_copy, module, layers))
+            if failed:
+                return {}, failed
+            for inputs in _forms(module, call):
+                _, why_not = probe.attempt(partial(_check, small, call, inputs))
+                if not why_not:
+                    return inputs, ""
+    return {}, why_not
+
+
+def _check(small: Any, call: FeatureCall, inputs: Inputs) -> None:
+    output = getattr(small, call.method)(**inputs)
+    tensors = read_tensors(output, call.field)
+    if not tensors or not all(each.numel() and each.isfinite().all() for each in tensors):
+        raise ValueError("the features are empty or not finite")
+    small.zero_grad()
+    torch.autograd.backward([each.sum() * 0 for each in tensors])
+    gradients = [parameter.grad for parameter in small.parameters() if parameter.grad is not None]
+    if not gradients or any(gradient.any() or not gradient.isfinite().all() for gradient in gradients):
+        raise ValueError("no gradients, or some that are not zero")
+
+
+def _forms(module: Any, call: FeatureCall) -> Iterator[Inputs]:
+    """Forms in which transformers' towers take inputs, from small to large."""
+    wanted = AUDIO if call.modality == "audio" else VISION
+    tower: Any = next((each for each in module.modules() if tower_kind(each) == wanted), None)
+    if tower is None:
+        return
+    taken = inspect.signature(getattr(type(module), call.method)).parameters
+    made = (each for each in tower.modules() if isinstance(each, (nn.Conv1d, nn.Conv2d, nn.Conv3d)))
+    first: Any = next(made, None) or next(each for each in tower.modules() if isinstance(each, nn.Linear))
+    yield from (_sounds if wanted == AUDIO else _images)(call.argument, taken, tower, tuple(first.weight.shape))
+
+
+def _images(argument: str, taken: Any, tower: Any, shape: tuple[int, ...]) -> Iterator[Inputs]:
+    config = tower.config
+    grid = next((name for name in taken if name.endswith("grid_thw")), None)
+    width = torch.Size(shape[1:]).numel()
+    if grid is not None:  # patches in rows, and how many there are in time, height and width
+        merges = [getattr(config, "spatial_merge_size", None), 1, 2, 4]
+        for merge in dict.fromkeys(each for each in merges if isinstance(each, int)):
+            yield {argument: _values_of(merge * merge, width), grid: torch.tensor([[1, merge, merge]])}
+        return
+    patch = shape[-1] if len(shape) > 2 else next(iter(_sizes(config, "patch_size")), 1)
+    small, stated = [patch * merge for merge in (1, 2, 4)], [*_sizes(config, "image_size")]
+    sizes = [*small, *stated] if "image_sizes" in taken else [*stated, *small]  # a tower for one size has one alone
+    channels = shape[1] if len(shape) > 2 else 3
+    for size, images, told in product(dict.fromkeys(sizes), _NUMBERS_OF_IMAGES, (False, True)):
+        inputs = {argument: _values_of(*images, channels, size, size)}
+        if not told:
+            yield inputs
+        elif "image_sizes" in taken:
+            yield inputs | {"image_sizes": torch.tensor([[size, size]])}
+    if "spatial_shapes" in taken:
+        inputs = {argument: _values_of(1, 4, width), "spatial_shapes": torch.tensor([[2, 2]])}
+        yield inputs | {"pixel_attention_mask": torch.ones(1, 4, dtype=torch.long)}
+
+
+def _sounds(argument: str, taken: Any, tower: Any, shape: tuple[int, ...]) -> Iterator[Inputs]:
+    bins = getattr(tower.config, "num_mel_bins", shape[1])
+    positions = getattr(tower.config, "max_source_positions", None)
+    frames = [*_FRAMES, *([2 * positions] if isinstance(positions, int) else [])]
+    masks = [name for name in taken if name.endswith("_mask")]
+    for length, masked in product(sorted(frames), (True, False)):
+        inputs = {argument: _values_of(1, bins, length)}
+        if masked:
+            inputs |= {name: torch.ones(1, length, dtype=torch.long) for name in masks}
+        yield inputs
+
+
+def _values_of(*shape: int) -> Tensor:
+    """Not zeros: Idefics leaves out images of zeros, which it takes for padding."""
+    return torch.full(shape, 0.5)
+
+
+def _sizes(config: Any, name: str) -> Iterator[int]:
+    value = getattr(config, name, None)
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, list | tuple) and value and isinstance(value[0], int):
+        yield value[0]
+
+
+def _small_copy(module: nn.Module, layers: int | None) -> nn.Module:
+    """A copy of ``module`` in float32 on the CPU with its own code; children with embeddings of words are shared."""
+    configs: dict[int, Any] = {}
+    words: Any = module.get_input_embeddings()  # type: ignore[operator]
+    shared = {id(each) for each in module.children() if any(inner is words for inner in each.modules())}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, PretrainedConfig):
+            return value
+        if id(value) not in configs:
+            configs[id(value)] = copy.deepcopy(value)
+            configs[id(value)]._attn_implementation = "eager"
+        return configs[id(value)]
+
+    def small(each: nn.Module) -> nn.Module:
+        twin = probe.bare_copy(each)
+        twin.__class__ = _own_class(each)
+        vars(twin).update({name: copied(value) for name, value in vars(twin).items()})
+        vars(twin).pop("_output_capturing_hooks_installed", None)  # transformers installs them again; none was copied
+        for name, value in each._parameters.items():
+            if value is not None:
+                scale = max(value.shape[-1:] or [1]) ** -0.5
+                twin._parameters[name] = nn.Parameter(probe.random(*value.shape, scale=scale))
+        twin._buffers.update({name: _values(buffer) for name, buffer in each._buffers.items() if buffer is not None})
+        children = [(name, child) for name, child in each._modules.items() if child is not None]
+        if isinstance(each, nn.ModuleList) and len({type(child) for _, child in children}) == 1:
+            children = children[:layers]
+        twin._modules.update({name: child if id(child) in shared else small(child) for name, child in children})
+        return twin
+
+    twin = small(module)
+    for child in twin.children():
+        if id(child) not in shared:
+            child.train(False)  # dropout draws nothing
+    return twin
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    """The class whose forward is the model's own code, also beneath a class of FSDP2."""
+    return next((eager_class(kind) for kind in type(module).__mro__ if EAGER in vars(kind)), type(module))
+
+
+def _values(buffer: Tensor) -> Tensor:
+    if buffer.is_meta or isinstance(buffer, DTensor):
+        made = probe.random(*buffer.shape)
+        return made if buffer.is_floating_point() else torch.zeros(buffer.shape, dtype=buffer.dtype)
+    made = buffer.detach().to("cpu", copy=True)
+    return made.float() if made.is_floating_point() else made
