@@ -70,6 +70,7 @@ def test_a_patch_that_computes_something_else_is_found_or_declared():
     assert proof.farthest < 1e-9 and proof.declared > 1e-5 and "with them" in str(proof)
 
 
+@pytest.mark.thorough
 def test_slots_of_a_generated_file_hold_each_models_own_kernel(tmp_path):
     one, inputs = model_of("qwen3_moe", tmp_path)
     two, _ = model_of("qwen3_moe", tmp_path)
