@@ -82,8 +82,8 @@ def with_adapter(model: PreTrainedModel, job: Job, checkpoint: Path | None = Non
     try:
         # In float32 where the weights are (or autocast computes), also over frozen weights of 16 bits.
         assert job.lora is not None
-        config = _config(job, excluded_modules(model, job.lora))
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=job.train.precision != "bf16")
+        settings = _config(job, excluded_modules(model, job.lora))
+        adapted = get_peft_model(model, settings, autocast_adapter_dtype=job.train.precision != "bf16")
     except ValueError as error:
         raise ConfigError(f"lora: {error}") from error
     if is_hub_id(job.model.weights):  # not the folder of this machine's cache
