@@ -12,7 +12,7 @@ from transformers import (
     T5Config,
 )
 
-from models import build, tokens
+from models import assert_equal_steps, build, tokens
 from veomni_core import bind
 from veomni_core.errors import ConformanceError
 from veomni_transformers.attention.mask_builders import padding_and_written_keys
@@ -20,13 +20,21 @@ from veomni_transformers.attention.mask_builders import padding_and_written_keys
 LAYERS = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# With router logits transformers' own model fails from the second token on: its load-balancing loss takes the mask of
+# all tokens, and the router logits of the new ones.
+ROUTERS = {"output_router_logits": False}
+BAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 SIZES = {
     "llama": {},
     "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 1},
-    "qwen3_moe": {},
+    "qwen3_moe": ROUTERS,
     "phi3": {},
     "mistral": {"sliding_window": 6},
+    "mixtral": ROUTERS,
+    "deepseek_v3": {},
+    "cohere2": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "bamba": BAMBA,
     "qwen3_next": {**LAYERS, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 24},
 }
 BART = {
@@ -45,7 +53,12 @@ CACHES = {
     "prompt in parts": {"prefill_chunk_size": 4},
     "prompt in parts, static": {"prefill_chunk_size": 4, "cache_implementation": "static"},
     "beams": {"num_beams": 2},
+    "static beams": {"num_beams": 2, "cache_implementation": "static"},
     "fp8": {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}},
+    **{
+        backend: {"cache_implementation": "quantized", "cache_config": {"backend": backend, "q_group_size": 8}}
+        for backend in ("quanto", "hqq")
+    },
     "no cache": {"use_cache": False},
 }
 OFFLOADED = ("offloaded", "offloaded_static")
@@ -93,13 +106,64 @@ def test_generation_from_each_cache_is_the_models_own(family, cache, own, padded
     )
     try:
         wanted = generated(unbound, mask, CACHES[cache])
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         pytest.skip(f"transformers refuses it: {error}")
     with bind(bound, ATTENTION):
         found = generated(bound, mask, CACHES[cache])
     assert torch.equal(found.sequences, wanted.sequences)
     for mine, theirs in zip(found.logits, wanted.logits, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.thorough
+def test_transformers_own_router_loss_fails_in_generation():
+    """Why generation is asked without router logits. Once this passes, ``ROUTERS`` can go."""
+    with pytest.raises(RuntimeError, match="must match the size"):
+        generated(build("qwen3_moe").eval(), left_padded(), {})
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.thorough) for f in [*SIZES][1:])])
+def test_a_step_after_a_cached_prompt_trains_as_the_models_own(family, static):
+    """The cache holds keys of the prompt, or states; the step's labels are those of what follows."""
+
+    def trained(which):
+        config, ids = which.config, tokens(2, 11)
+        cache = StaticCache(config=config, max_cache_len=16) if static else DynamicCache(config=config)
+        with torch.no_grad():
+            which(input_ids=ids[:, :6], past_key_values=cache, use_cache=True)
+        loss = which.train()(input_ids=ids[:, 6:], labels=ids[:, 6:], past_key_values=cache, use_cache=True).loss
+        loss.backward()
+        return loss.detach(), {name: p.grad for name, p in which.named_parameters() if p.grad is not None}
+
+    bound = model(family)
+    try:
+        wanted = trained(model(family))
+    except (RuntimeError, ValueError) as error:
+        pytest.skip(f"transformers' own model doesn't train so: {error}")
+    with bind(bound, {"preset": "auto"}):
+        assert_equal_steps(trained(bound), wanted)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ENCODER_DECODERS)
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+def test_encoder_decoders_train_as_unbound(family, own):
+    def trained(which):
+        ids, mask = tokens(2, 11), left_padded()
+        loss = which.train()(input_ids=ids, attention_mask=mask, labels=tokens(2, 7, seed=3)).loss
+        loss.backward()
+        return loss.detach(), {name: p.grad for name, p in which.named_parameters() if p.grad is not None}
+
+    bound, unbound = model(family, own), model(family, own)
+    for each in (bound, unbound):
+        for module in each.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+            elif isinstance(getattr(module, "dropout", None), float):
+                module.dropout = 0.0
+    with bind(bound, {"preset": "auto"}):
+        assert_equal_steps(trained(bound), trained(unbound))
 
 
 @pytest.mark.gpu
