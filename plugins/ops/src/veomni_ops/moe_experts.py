@@ -221,7 +221,7 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     draw = Draw(device, dtype)
     index = _distinct(draw, 210, 2, 3)
     yield Sample("past 128 tokens and columns of an expert", _problem(draw, index, 152, 136, 3))
-    yield Sample("193 experts, the last 43 empty", _problem(draw, _distinct(draw, 65, 12, 150), 24, 16, 193))
+    yield Sample("193 experts, the last 43 empty", _problem(draw, _distinct(draw, 33, 12, 150), 24, 16, 193))
     index = _distinct(draw, 129, 2, 3)
     index[:, 0] = 0  # 129 tokens of one expert: one more than two tiles of 64
     yield Sample("aligned, past 128 tokens and columns", _problem(draw, index, 256, 192, 3))
