@@ -14,7 +14,7 @@ AUTO = {"preset": "auto"}
 
 
 class Declares(nn.Module):
-    rope = OpSlot("apply_rotary_pos_emb", "full")
+    rope = OpSlot("rotary", "full")
 
     def forward(self, x):
         return self.rope(x) if self.rope.use_non_eager_impl else x
@@ -26,7 +26,7 @@ def test_a_slot_of_an_unknown_op_is_named_and_the_rest_is_bound():
     plan, wanted = bind(model, AUTO).plan, bind(plain, AUTO).plan
     assert [str(each.spec) for each in plan.kernels] == [str(each.spec) for each in wanted.kernels]
     [said] = plan.failed_rules
-    assert said.startswith("extra: its code declares the op 'apply_rotary_pos_emb'")
+    assert said.startswith("extra: its code declares the op 'rotary'")
     assert torch.equal(model.extra(torch.ones(2)), torch.ones(2))
 
 
