@@ -171,7 +171,7 @@ class ClassChange:
 
     def written(self) -> str:
         """Which guarded settings were written past the guard, as in the instance's ``__dict__``; empty if none were."""
-        module = self.target
+        module = self.target if self._settings else None
         if module is None or self._bound is None or not isinstance(module, self._bound):
             return ""  # its own code reads them
         own = vars(module)
