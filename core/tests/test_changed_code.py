@@ -151,3 +151,29 @@ def test_a_forward_does_not_look(monkeypatch):
     binding = bind(model, AUTO)
     monkeypatch.setattr(binding._code, "changed", lambda: pytest.fail("a forward looked"))
     model(input_ids=tokens(), labels=tokens()).loss.backward()
+
+
+@pytest.mark.parametrize("way", ["__dict__", "object.__setattr__", "update"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(each, marks=FEW) for each in ("gemma3_text", "mixtral", "olmo2", "deepseek_v3"))]
+)
+def test_a_setting_that_is_written_past_the_guard_is_seen_when_training_starts(family, way):
+    model = build(family)
+    binding = bind(model, AUTO)
+    norm = next(module for path, module in model.named_modules() if path.endswith("post_attention_layernorm"))
+    name = next(each for each in ("variance_epsilon", "eps") if each in vars(norm))
+    former = vars(norm)[name]
+    ways = {
+        "__dict__": lambda: vars(norm).__setitem__(name, 0.5),
+        "object.__setattr__": lambda: object.__setattr__(norm, name, 0.5),
+        "update": lambda: norm.__dict__.update({name: 0.5}),
+    }
+    ways[way]()
+    with pytest.warns(CodeChangedWarning, match=rf"its {name} was set from .* to 0\.5 past the guard after bind"):
+        model.train()
+    assert "past the guard" in binding.receipt.changed["model.layers.0.post_attention_layernorm"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.train()
+        vars(norm)[name] = former
+        assert not binding.receipt.changed

@@ -192,7 +192,8 @@ class BoundModelPickleError(BindingError, TypeError):
 class CodeChangedWarning(UserWarning):
     """Code was replaced after bind that the proof of a bound site had read, and its kernel computes what it did.
 
-    Take the replacement back, or undo the binding and bind again.
+    Or a setting was written past the guard, as in a module's ``__dict__``. Take the replacement back, or undo the
+    binding and bind again.
     """
 
 

@@ -90,9 +90,16 @@ class Binding(Transformation):
     def look_at_code(self) -> dict[str, str]:
         """By module path, the code that was replaced since bind, and that the proof of a bound site there had read.
 
-        Each replacement is a :class:`~veomni_core.errors.CodeChangedWarning`, once. ``model.train()`` calls this.
+        So are settings that were written past the guard. Each of them is a
+        :class:`~veomni_core.errors.CodeChangedWarning`, once. ``model.train()`` calls this.
         """
-        return self._code.changed() if self.active else {}
+        if not self.active:
+            return {}
+        found = self._code.changed()
+        if written := dict(self._changes.written()):
+            self._code.warn_of_settings(written)
+            found |= {path: f"{found[path]}; {what}" if path in found else what for path, what in written.items()}
+        return found
 
     @property
     def receipt(self) -> Receipt:

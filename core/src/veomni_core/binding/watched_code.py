@@ -7,7 +7,7 @@ does putting the model into training mode, which a ``Trainer`` does in each step
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -56,6 +56,16 @@ class WatchedCode(CodeRead):
             path: "; ".join(f"{what} after bind, and {' and '.join(by)} had read it" for what, by in found.items())
             for path, found in reasons.items()
         }
+
+    def warn_of_settings(self, written: Mapping[str, str]) -> None:
+        """Warn once of settings that were written past the guard, by module path."""
+        news = {path: what for path, what in written.items() if f"{path}: {what}" not in self._warned}
+        self._warned.update(f"{path}: {what}" for path, what in news.items())
+        if news:
+            path, what = next(iter(news.items()))
+            more = f", and so at {len(news) - 1} more modules" if len(news) > 1 else ""
+            message = f"{path}: {what}{more}. Undo the binding and bind again; receipt.changed has all of them"
+            warnings.warn(message, CodeChangedWarning, stacklevel=4)
 
     def _warn(self, news: dict[str, list[str]]) -> None:
         self._warned.update(news)

@@ -57,6 +57,7 @@ class _Missing:
 
 
 _MISSING = _Missing()
+_PLAIN = (bool, int, float, str)
 
 
 class AttributeChange:
@@ -135,6 +136,7 @@ class ClassChange:
         self.classes = BoundClasses()
         self._before: type[nn.Module] = type(module)
         self._bound: type[nn.Module] | None = None
+        self._settings: dict[str, Any] = {}
 
     @property
     def target(self) -> Any:
@@ -148,6 +150,8 @@ class ClassChange:
             BindingError: Python can't assign another class to the module.
         """
         module = self.target
+        own = vars(module)
+        self._settings = {name: own[name] for name in self.guarded & own.keys() if type(own[name]) in _PLAIN}
         self._before = type(module)
         self._bound = self.classes.of(self._before, self.name, self.value, self.guarded)
         try:
@@ -164,6 +168,19 @@ class ClassChange:
         if module is None or self._bound is None or isinstance(module, self._bound):
             return ""
         return f"its class became {type(module).__name__}"
+
+    def written(self) -> str:
+        """Which guarded settings were written past the guard, as in the instance's ``__dict__``; empty if none were."""
+        module = self.target if self._settings else None
+        if module is None or self._bound is None or not isinstance(module, self._bound):
+            return ""  # its own code reads them
+        own = vars(module)
+        other = (name for name, value in self._settings.items() if name not in own or own[name] != value)
+        return "; ".join(
+            f"its {name} was set from {self._settings[name]!r} to {own.get(name, 'nothing')!r} past the guard after "
+            "bind, and the kernel computes with the former"
+            for name in other
+        )
 
     def revert(self) -> None:
         module = self.target

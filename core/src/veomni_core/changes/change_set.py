@@ -118,6 +118,12 @@ class ChangeSet:
             yield path, "; ".join((said, remarks.pop(path))) if path in remarks else said
         yield from remarks.items()
 
+    def written(self) -> Iterator[tuple[str, str]]:
+        """``(module path, what)`` of each bound module whose guarded settings were written past the guard."""
+        for each in self._owned:
+            if isinstance(each.change, ClassChange) and (what := each.change.written()):
+                yield each.path or "the model", what
+
     def revert(self) -> None:
         """Revert every change, the last one first."""
         while self._changes:

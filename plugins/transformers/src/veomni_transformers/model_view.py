@@ -65,7 +65,7 @@ class TransformersView(ModelView):
         return self._sharding.flattened is None or not rule.reads_parameters
 
     def found(self, rule: SiteRule, find: Callable[[], Iterable[Site]]) -> Iterable[Site]:
-        return self._memory.sites(rule, find)
+        return self._memory.sites(rule, find) if self._memory else find()
 
     def placed(self, site: Site) -> Site:
         found = self._sharding.of(site.path)
@@ -81,4 +81,5 @@ class TransformersView(ModelView):
         return [proof.site(name, path, "flattened") for name in op_names]
 
     def finish(self) -> None:
-        self._memory.keep()
+        if self._memory is not None:
+            self._memory.keep()

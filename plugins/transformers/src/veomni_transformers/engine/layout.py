@@ -34,6 +34,7 @@ def refused(site: Site, styles: Mapping[str, str], why: str) -> Site:
 
 def layout_of(model: nn.Module) -> EngineLayout | None:
     """The layout of a model that the engine has sharded, or of a wrapper around one; ``None`` for any other model."""
+    module: Any
     for path, module in named_modules(model):
         if _MESHES in vars(module):
             return _resolved(module, module.config.distributed_config, path)
