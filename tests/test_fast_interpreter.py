@@ -36,6 +36,7 @@ def test_the_mended_interpreter_needs_no_speed_ups():
 
 @pytest.mark.thorough
 def test_a_kernel_is_checked_in_the_interpreter_that_authors_have():
-    options = ("--noconftest", "-p", "no:cacheprovider", "--veomni-plugin", "veomni-triton", "--veomni-triton-interpreter")
-    text = run("-m", "pytest", *options, "-k", "swiglu_mlp/standard and float32")
+    alone = ("--noconftest", "-p", "no:cacheprovider")
+    plugin = ("--veomni-plugin", "veomni-triton", "--veomni-triton-interpreter")
+    text = run("-m", "pytest", *alone, *plugin, "-k", "swiglu_mlp/standard and float32")
     assert "1 passed" in text
