@@ -1,7 +1,7 @@
 """Holds the repository to its size: lines of the core and of all sources, words of its pages, imports past the faces.
 
-Each limit is what there is: it falls with what is taken out, and rises only with a feature, in the commit that merges it.
-Prints each measure, and exits with 1 if one is over its limit.
+Each limit is what there is: it falls with what is taken out, and rises only with a feature, in the commit that merges
+it. Prints each measure, and exits with 1 if one is over its limit.
 """
 
 from __future__ import annotations
