@@ -90,7 +90,7 @@ def test_a_name_that_is_not_in_the_code_is_seen():
         "Plam",
         "Plan.autocats",
         "veomni_core.tables.render_tablet",
-        "veomni_core.sites.prove",
+        "veomni_core.sites.proofs",
         "core/tests/lookalike.py",
     }
     assert {name for name in there | gone if is_in_the_code(name)} == there

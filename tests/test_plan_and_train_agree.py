@@ -26,7 +26,10 @@ BAD = {
         changed(model__config__model_type="lama"),
         "'lama' is unknown. Did you mean 'llama'",
     ),
-    "a type that speaks no language": (changed(model__config={"model_type": "vit"}), "vit has no "),
+    "a type that speaks no language": (
+        changed(model__config={"model_type": "vit"}),
+        "no model of the type vit that writes text",
+    ),
     "a misspelt size": (changed(model__config__hiden_size=8), "model.config.hiden_size: llama has no such key"),
     "a config that is not there": (changed(model__config="nowhere/config.json"), "there is no such model config"),
     "a folder without a config": (changed(model__config="empty"), "there is no config.json in this folder"),

@@ -31,11 +31,11 @@ def explain(
         ),
     ],
     hardware: HardwareName = None,
+    json: AsJson = False,
     source: Annotated[
         str | None,
         typer.Option("--source", metavar="PATH", help="Print the forward that runs at this module of a bound model."),
     ] = None,
-    json: AsJson = False,
 ) -> None:
     """For every kernel of an op, say whether it runs here and why not; what ``auto`` takes, and what to install."""
     registry = discover()

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
+
+from veomni_transformers.packed.module_outputs import after_each_module
 
 _SEED = 0
 
@@ -56,13 +57,12 @@ def _run(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[Tensor | None,
             embedded.append(output.detach().requires_grad_())
             return embedded[0]
         for value in (output, *(output if isinstance(output, tuple | list) else ()), getattr(output, "logits", None)):
-            if module in paths and isinstance(value, Tensor) and value.requires_grad and value.shape[:2] == shape:
+            if isinstance(value, Tensor) and value.requires_grad and value.shape[:2] == shape:
                 outputs.append((paths[module], value))
                 break
         return None
 
-    # A hook of all modules in the process: bound modules would take one of their own for a change of what was proven.
-    with torch.enable_grad(), register_module_forward_hook(record):
+    with torch.enable_grad(), after_each_module(model, record):
         model(**inputs)
     return (embedded[0] if embedded else None), outputs
 

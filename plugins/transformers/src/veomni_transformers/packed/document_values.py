@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
 from veomni_core.errors import PackedSequencesError
 from veomni_core.random_states import random_states_kept
 from veomni_transformers.packed.document_gradients import first_module_that_sees_others
+from veomni_transformers.packed.module_outputs import after_each_module
 
 _ROWS = ((6, 5, 7, 5), (5, 7, 5, 6))  # lengths of the documents in two packed sequences, with different boundaries
 # The largest relative difference that rounding makes, with much to spare. A document that is seen where it should not
@@ -116,14 +116,13 @@ def _run(model: PreTrainedModel, group: ProcessGroup | None, **inputs: Any) -> O
     paths = {module: path for path, module in model.named_modules()}
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
-        for value in _tensors(output) if module in paths else ():
+        for value in _tensors(output):
             if value.shape[:2] == here and value.is_floating_point():
                 whole = _gathered(value, group) if group else value
                 outputs[paths[module]] = whole.detach().float().reshape(*whole.shape[:2], -1)
                 return
 
-    # A hook of all modules in the process: bound modules would take one of their own for a change of what was proven.
-    with register_module_forward_hook(record):
+    with after_each_module(model, record):
         model(**inputs)
     return outputs
 
