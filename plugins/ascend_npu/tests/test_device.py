@@ -35,7 +35,8 @@ def install_torch_npu(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
 
-    return install
+    yield install
+    sys.modules.pop("torch_npu", None)
 
 
 def test_an_npu_is_described(npu):
