@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from packaging.version import Version
+
 from installed_beside import environment_with, installed_beside
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,8 +33,10 @@ TESTS = (
 
 def main() -> int:
     (version,) = sys.argv[1:]
-    # With the `kernels` of its time, which hides a newer one that it can't be imported beside.
-    folder = installed_beside(f"transformers[kernels]=={version}")
+    # With the `kernels` of its time, which hides a newer one that it can't be imported beside. From 5.24 on the extra
+    # asks for a version of it that is not published yet.
+    extra = "[kernels]" if Version(version) < Version("5.24") else ""
+    folder = installed_beside(f"transformers{extra}=={version}")
     environment = environment_with(folder, TESTED_TRANSFORMERS=version)
     command = [sys.executable, "-m", "pytest", "-n", "auto", "--dist", "worksteal", "-p", "no:cacheprovider", *TESTS]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode

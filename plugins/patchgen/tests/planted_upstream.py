@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from veomni_patchgen.config import PatchConfig
-from veomni_patchgen.generate import Generated, generate
+from veomni_patchgen.generation import Generated, generate
 from veomni_patchgen.patch_file import configs_in, load_patches
 
 DENSE = """

@@ -14,7 +14,7 @@ from veomni_core.errors import ConfigError
 from veomni_patchgen.config import PatchConfig
 from veomni_patchgen.drift import drifted
 from veomni_patchgen.errors import PatchError
-from veomni_patchgen.generate import Generated, generate
+from veomni_patchgen.generation import Generated, generate
 from veomni_patchgen.patch_file import configs_in, load_patches
 from veomni_patchgen.source import Source, read_source
 

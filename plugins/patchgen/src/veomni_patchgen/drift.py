@@ -11,7 +11,7 @@ from typing import Any
 
 from veomni_core.errors import ConfigError
 from veomni_patchgen.config import Patch
-from veomni_patchgen.generate import Generated
+from veomni_patchgen.generation import Generated
 from veomni_patchgen.layout import formatted
 from veomni_patchgen.source import Source
 from veomni_transformers.generated_modeling import record_of

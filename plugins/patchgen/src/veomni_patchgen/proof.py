@@ -14,7 +14,7 @@ import torch
 
 from veomni_patchgen.config import PatchConfig
 from veomni_patchgen.errors import PatchError
-from veomni_patchgen.generate import generate
+from veomni_patchgen.generation import generate
 from veomni_transformers.generated_modeling import generated_class
 from veomni_transformers.jobs.model_config import load_model_config
 
