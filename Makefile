@@ -32,7 +32,7 @@ test-all: $(INSTALLED)  ## run all tests, or a part of them that takes twenty mi
 test-docs: $(INSTALLED)  ## run the tests of pages, examples, pictures and generated tables
 	$(PYTEST) --suite docs
 
-test-versions: $(INSTALLED)  ## run the binding tests against other versions: TRANSFORMERS="5.2.0 5.9.0 5.17.0"
+test-versions: $(INSTALLED)  ## run the binding tests against other versions: TRANSFORMERS="5.2.0 5.17.0 5.24.0"
 	for version in $(TRANSFORMERS); do $(BIN)/python scripts/test_with_transformers.py $$version || exit 1; done
 
 check: $(INSTALLED)  ## format, lint, types, import layers, links of pages, and each wheel alone beside the core

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from lookalikes import sites, variants
@@ -15,7 +17,7 @@ def attention_with(rotary) -> nn.Module:
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
     config._attn_implementation = "eager"
     namespace = {**vars(modeling_llama), "apply_rotary_pos_emb": rotary}
-    plain = modeling_llama.LlamaAttention.forward
+    plain = inspect.unwrap(modeling_llama.LlamaAttention.forward)  # transformers 5.24 decorates it
     forward = type(plain)(plain.__code__, namespace, plain.__name__, plain.__defaults__, plain.__closure__)
     forward.__kwdefaults__ = plain.__kwdefaults__
     kind = type("Attention", (modeling_llama.LlamaAttention,), {"forward": forward})
