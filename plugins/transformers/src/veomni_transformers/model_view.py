@@ -51,7 +51,8 @@ class TransformersView(ModelView):
         self._memory = Recollection(self.model, locators)
 
     def description(self) -> Any:
-        if self.layout is not None:
+        # FSDP 1's parameters are views of memory that it frees: a look at one ends the process.
+        if self.layout is not None or self._sharding.flattened is not None:
             return None
         if self._memory is not None and self._memory.described is not None:
             return self._memory.described
