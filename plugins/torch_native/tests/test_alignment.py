@@ -124,6 +124,7 @@ def test_what_training_gives_is_where_kernels_can_read_it(spec, dtype, question)
 @pytest.mark.parametrize("rank", [1, 4, 5, 8])
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.op_name == "moe_experts"], ids=str)
 def test_adapters_of_any_rank_in_groups_of_any_size(spec, rank):
+    torch.manual_seed(0)  # a gate at its clamp has a gradient or none by rounding alone
     parts = [torch.randn(3, *shape, dtype=torch.bfloat16) for shape in ((2 * 16, 24), (24, 16))]
     adapters = [
         (
@@ -149,6 +150,7 @@ def _assert_near(found, wanted, leaves):
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.op_name == "moe_experts"], ids=str)
 def test_experts_of_odd_widths(spec):
+    torch.manual_seed(0)
     kernel, torch_dtype = spec.load(), torch.bfloat16
     reference = contract_for(OPS["moe_experts"], spec.variant).reference
     shapes = ((9, 2), (3, 2 * 11, 13), (3, 13, 11))
