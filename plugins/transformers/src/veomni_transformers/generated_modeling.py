@@ -44,7 +44,8 @@ def load_generated(path: str | Path) -> ModuleType:
     _refuse_other_source(file, record)
     # A name within transformers': others are custom code to it, whose weights it does not convert.
     name = f"{record['source_module']}_generated_{hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
-    if name not in sys.modules:
+    loaded = sys.modules.get(name)
+    if loaded is None or not Path(loaded.__file__ or "").is_file():  # transformers reads the file of a class
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec and spec.loader
         module = importlib.util.module_from_spec(spec)

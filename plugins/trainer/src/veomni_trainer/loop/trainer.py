@@ -99,7 +99,8 @@ class JobTrainer(ResumingTrainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             trained: Any = self.model if model is None else model
-            divide(super().create_optimizer(model), trained, self._train.parameter_groups)
+            given = () if model is None else (model,)  # the first versions that are admitted take none
+            divide(super().create_optimizer(*given), trained, self._train.parameter_groups)
         assert self.optimizer is not None
         return self.optimizer
 
