@@ -50,6 +50,7 @@ PLACES = {
     "the attention's forward": lambda m: (class_of(m, "self_attn"), "forward", "attention"),
     "a function of the file": lambda m: (home_of(m), "rotate_half", "attention"),
     "torch's function": lambda m: (torch, "rsqrt", "rms_norm"),
+    "a method of tensors": lambda m: (torch.Tensor, "pow", "rms_norm"),
     "a function of masks": lambda m: (home_of(m), "create_causal_mask", "attention"),
 }
 OF_EXPERTS = {

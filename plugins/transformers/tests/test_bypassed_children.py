@@ -39,12 +39,22 @@ def pre_hook(holder, name):
     holder._modules[name]._forward_pre_hooks[998] = lambda module, inputs: (inputs[0] * 0.3,)
 
 
+def derived(kind):
+    return type(kind.__name__, (kind,), {"forward": lambda self, x: kind.forward(self, x) * 0.3})
+
+
 WAYS = {
     "add_module": lambda model, holder, name: holder.add_module(name, Third()),
     "register_module": lambda model, holder, name: holder.register_module(name, Third()),
     "_modules": lambda model, holder, name: holder._modules.__setitem__(name, Third()),
     "set_submodule": lambda model, holder, name: holder.set_submodule(name, Third()),
     "__class__": lambda model, holder, name: setattr(holder._modules[name], "__class__", Third),
+    "__class__, derived from the bound one": lambda model, holder, name: setattr(
+        holder._modules[name], "__class__", derived(type(holder._modules[name]))
+    ),
+    "vars(child)['forward']": lambda model, holder, name: vars(holder._modules[name]).__setitem__(
+        "forward", lambda x: torch.relu(x) * 0.3
+    ),
     "_forward_hooks": lambda model, holder, name: holder._modules[name]._forward_hooks.__setitem__(999, scaled),
     "_forward_pre_hooks": lambda model, holder, name: pre_hook(holder, name),
     "a hook of all modules": hook_of_all,

@@ -16,6 +16,8 @@ from veomni_core.errors import BoundModelPickleError
 # Class attributes of each subclass: the Owner that made it (None after undo), and the original class beneath it.
 MADE_BY = "_veomni_bound_by"
 EAGER = "_veomni_eager_class"
+# And the subclass itself, so that ``kind.SELF is kind`` is false for a class that other code derived from it.
+SELF = "_veomni_bound_class"
 _ABSENT = object()
 _COPYING = (copy.copy.__code__, copy.deepcopy.__code__)
 NO_PICKLE = (
@@ -114,6 +116,7 @@ def bound_subclass(
     }
     # Created through the metaclass, as a class statement would.
     bound: Any = type(eager)(eager.__name__, (eager,), namespace)  # type: ignore[misc]
+    setattr(bound, SELF, bound)
     methods: list[Callable[..., Any]] = [__reduce_ex__]
     if guarded:
         methods += _guarding(bound, guarded, classes)

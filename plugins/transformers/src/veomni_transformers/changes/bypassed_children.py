@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-from veomni_core.changes.bound_subclass import MADE_BY, made_by
+from veomni_core.changes.bound_subclass import MADE_BY, SELF, made_by
 
 # The attribute of a bound module that has these children by name. It is copied along, and names the copy's children.
 BYPASSED = "_veomni_bypassed"
@@ -48,8 +48,10 @@ def why_not_as_proven(module: nn.Module, name: str) -> str:
         return ""
     if child is None or (child is not proven and not vars(module).get("_is_replica", False)):
         return f"{name} was replaced after bind"
-    if getattr(child, MADE_BY, None) is None:
+    if getattr(child, MADE_BY, None) is None or getattr(child, SELF, None) is not type(child):
         return f"the class of {name} was changed after bind"
+    if "forward" in vars(child):
+        return f"{name} was given a forward of its own after bind"
     if any(vars(child)[hooks] for hooks in _HOOKS):
         return f"{name} has hooks, which the kernel in its place would not call"
     if _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
@@ -63,6 +65,8 @@ def _one_child(name: str) -> Function:
         return (
             child is module._veomni_bypassed[name]
             and getattr(child, MADE_BY, None) is not None
+            and child._veomni_bound_class is type(child)
+            and "forward" not in child.__dict__
             and not (
                 child._forward_hooks
                 or child._forward_pre_hooks

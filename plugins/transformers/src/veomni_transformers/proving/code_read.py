@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from veomni_core.changes.bound_subclass import eager_class
 from veomni_core.changes.code_places import CodePlace
@@ -16,6 +16,7 @@ from veomni_core.sites.site import Site
 from veomni_transformers.proving.reachable_code import is_library, nested_code, reached_functions
 
 _METHODS = (property, staticmethod, classmethod)
+_METHODS_OF_TENSORS = frozenset(name for name in dir(Tensor) if not name.startswith("_"))
 Places = tuple[CodePlace, ...]
 _MOST_REMEMBERED = 64
 _remembered_places: OrderedDict[tuple[Any, ...], Places] = OrderedDict()
@@ -92,6 +93,7 @@ def _places_of(code: Any) -> Iterator[CodePlace]:
             names |= used
             home = str(function.__globals__.get("__name__", "")).rpartition(".")[2]
             yield from _in_namespace(function.__globals__, home, used)
+            yield from (CodePlace(Tensor, name, f"Tensor.{name}") for name in used & _METHODS_OF_TENSORS)
     if kind is None:
         return
     yield CodePlace(kind, "__call__", f"{kind.__qualname__}.__call__")
