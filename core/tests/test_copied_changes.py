@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from models import assert_same_bits, build, step
 from scaled_modules import Scale, Twice, bound, plus_one, times, value
+from veomni_core import bind, binding_of
 from veomni_core.changes.bound_subclass import made_by
 from veomni_core.changes.change import ForwardChange
 from veomni_core.errors import BoundModelPickleError, SiteChangedError
@@ -82,3 +84,30 @@ def test_a_bound_module_over_a_parametrization():
     assert value(module) == value(copy.deepcopy(module)) == 40
     changes.revert()
     assert type(module) is kind and value(module) == 4
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.thorough)])
+def test_what_the_class_of_a_bound_module_makes_is_not_bound(family):
+    """Its settings are other ones than the proven, and no binding undoes it."""
+    model, eager = build(family), build(family)
+    binding = bind(model, {"preset": "auto"})
+    made, wanted = type(model)(model.config), type(eager)(eager.config)
+    made.load_state_dict(wanted.state_dict())
+    assert binding_of(made) is None and binding_of(model) is binding
+    assert_same_bits(step(made.train()), step(wanted.train()))
+    norm, plain = type(model.model.norm)(32, eps=0.5), type(eager.model.norm)(32, eps=0.5)
+    x = torch.randn(2, 32)
+    assert torch.equal(norm(x), plain(x))
+    assert binding_of(copy.deepcopy(model)) and type(copy.copy(model.model.norm)) is type(model.model.norm)
+
+
+def test_a_class_derived_from_that_of_a_bound_module_takes_its_arguments():
+    model = build("llama")
+    bind(model, {"preset": "eager", "rms_norm_implementation": "torch"})
+
+    class Named(type(model.model.norm)):
+        def __init__(self, width, name):
+            nn.Module.__init__(self)
+            self.weight, self.name = nn.Parameter(torch.ones(width)), name
+
+    assert Named(32, "last").name == "last"

@@ -117,6 +117,7 @@ def bound_subclass(
     # Created through the metaclass, as a class statement would.
     bound: Any = type(eager)(eager.__name__, (eager,), namespace)  # type: ignore[misc]
     setattr(bound, SELF, bound)
+    bound.__new__ = staticmethod(_making(bound, eager))
     methods: list[Callable[..., Any]] = [__reduce_ex__]
     if guarded:
         methods += _guarding(bound, guarded, classes)
@@ -125,6 +126,21 @@ def bound_subclass(
     for method in methods:
         setattr(bound, method.__name__, method)
     return bound
+
+
+def _making(bound: Any, eager: type[nn.Module]) -> Callable[..., Any]:
+    """The ``__new__`` by which calling the class, as in ``type(model)(config)``, makes a module that isn't bound.
+
+    Copies and replicas are made by ``__new__`` without arguments, and stay bound.
+    """
+
+    def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if (args or kwargs) and cls is bound:
+            return eager(*args, **kwargs)
+        make = super(bound, cls).__new__
+        return make(cls) if make is object.__new__ else make(cls, *args, **kwargs)
+
+    return __new__
 
 
 def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
