@@ -35,6 +35,7 @@ def test_eager_that_is_asked_for_runs_and_undo_gives_transformers_choice_back(fa
     model = build(family, experts_implementation="grouped_mm")
     wanted = step(build(family, experts_implementation="eager", attn_implementation="eager"))
     binding = bind(model, {"preset": "eager"})
+    grouped.clear()  # what other code has registered was compared
     copied = copy.deepcopy(model)
     for bound in (model, copied):
         assert_equal_steps(step(bound), wanted)

@@ -1,8 +1,9 @@
-"""What a model's eager attention function computes: its values and gradients, compared with the contract's."""
+"""What a model's attention functions compute: their values and gradients, compared with the contract's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,29 @@ class EagerProofs:
         return self._differences.of(_form(call), lambda: _difference(call))
 
 
+    def mismatch_of(self, function: Callable[..., Any], mask_builder: Any, call: AttentionCall) -> str:
+        """As :meth:`mismatch`, of a ``function`` that other code has put into transformers' table of attention.
+
+        ``mask_builder`` is the function of transformers that builds its masks.
+        """
+        as_registered = replace(call, eager=function)
+        key = (_form(as_registered), mask_builder)
+        return self._differences.of(key, lambda: _difference_of_registered(as_registered, mask_builder))
+
+
+def _difference_of_registered(call: AttentionCall, mask_builder: Any) -> str:
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    if mask_builder not in (eager_mask, sdpa_mask):
+        return "is given masks that are neither eager attention's nor sdpa's, so it was not compared"
+    boolean = mask_builder is sdpa_mask
+    for dtype in (torch.float32, torch.bfloat16):
+        for masked in (True, False) if boolean else (True,):
+            if why := _mismatch(call, dtype, masked, registered=True, boolean=boolean):
+                return f"is not standard: {why}{'' if dtype is torch.float32 else ' in bfloat16'}"
+    return ""
+
+
 def _difference(call: AttentionCall) -> str:
     if call.eager is None:
         return "its eager attention is not a function that it passes to transformers' interface"
@@ -41,12 +65,19 @@ def _difference(call: AttentionCall) -> str:
     return ""
 
 
-def _mismatch(call: AttentionCall, dtype: torch.dtype, masked: bool) -> str:
+def _mismatch(
+    call: AttentionCall, dtype: torch.dtype, masked: bool, registered: bool = False, boolean: bool = False
+) -> str:
+    """``registered`` functions are given no mask where transformers means causal, and ``boolean`` ones see True."""
     query, key, value = (probe.random(*shape, dtype=dtype).requires_grad_() for shape in _shapes(call))
     mask = _mask(query, key) if masked else None
     holder, options, leaves = _random_options(call, dtype)
+    given_mask = mask == 0 if boolean and mask is not None else mask
     with probe.own_numbers():
-        found, error = probe.attempt(lambda: call.eager(holder, query, key, value, mask, **options)[0])  # type: ignore[misc]
+        found, error = probe.attempt(lambda: call.eager(holder, query, key, value, given_mask, **options)[0])  # type: ignore[misc]
+    if registered and not masked and _is_causal(call):
+        mask = torch.zeros(query.shape[2], key.shape[2], dtype=dtype)
+        mask = mask.masked_fill(torch.ones_like(mask, dtype=torch.bool).triu(1), torch.finfo(dtype).min)[None, None]
     if error:
         return error
     groups = getattr(call.module, "num_key_value_groups", query.shape[1] // max(key.shape[1], 1))
@@ -68,6 +99,11 @@ def _mismatch(call: AttentionCall, dtype: torch.dtype, masked: bool) -> str:
         return f"it gives {found.dtype}"
     miss = float((found.double() - exact).norm() / exact.norm())
     return "" if miss <= CONTRACTS["standard"].values["bfloat16"].norm else f"its values miss by {miss:.1%}"
+
+
+def _is_causal(call: AttentionCall) -> bool:
+    given = call.options.get("is_causal")
+    return bool(getattr(call.module, "is_causal", True) if given is None else given)
 
 
 def _shapes(call: AttentionCall) -> list[torch.Size]:

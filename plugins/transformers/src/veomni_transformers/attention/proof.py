@@ -14,9 +14,11 @@ from veomni_ops.attention import MASK_FEATURES
 from veomni_transformers.attention.config_changes import interface_of, is_eager
 from veomni_transformers.attention.eager_proof import EagerProofs
 from veomni_transformers.attention.head_widths import features_needed, head_widths
+from veomni_transformers.attention.interface_names import is_in_use
 from veomni_transformers.attention.masks import difference, differs_at_padding
-from veomni_transformers.attention.trace import Trace, TracedModel, roots
+from veomni_transformers.attention.trace import AttentionCall, Trace, TracedModel, roots
 from veomni_transformers.proving import probe
+from veomni_transformers.proving.of_others import function_of_others
 from veomni_transformers.proving.proof import Proof
 
 # By family of interfaces: the class attributes with which transformers says that a model supports it, whose names
@@ -100,6 +102,8 @@ def _proof(
     for call in calls:
         if why := proofs.mismatch(call):
             return proof(None, f"{type(call.module).__name__}: {why}")
+    if calls and (why := _own_mismatch(interface_of(model.get_submodule(paths[0])), calls, proofs)):
+        return proof(None, why)
     for family, feature in MASK_FEATURES.items():
         if feature not in refused and (why := _mask_difference(runs, paths, family)):
             refused[feature] = f"with the masks of {family} {why}"
@@ -119,6 +123,20 @@ def _proof(
         f"{', '.join(allowed)} each query that is no padding sees the same keys as in eager attention"
     )
     return proof(_VARIANT, evidence)
+
+
+def _own_mismatch(name: str, calls: list[AttentionCall], proofs: EagerProofs) -> str:
+    """How a function that other code has registered, and the model runs, differs from eager attention."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = None if is_in_use(name) else function_of_others(ALL_ATTENTION_FUNCTIONS, name)
+    if function is None:
+        return ""
+    builder = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+    why = next(filter(None, (proofs.mismatch_of(function, builder, call) for call in calls)), "")
+    home = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+    return f"its attention {name!r} is {home}, which {why}" if why else ""
 
 
 def _mask_difference(runs: list[_Runs], paths: list[str], family: str) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from veomni_core.changes.change import Change, ClassChange, ForwardChange
+from veomni_core.changes.change import Change, ClassChange
+from veomni_core.changes.code_places import CodePlace
 from veomni_core.descriptions.kernel_spec import EXPERT_PARALLEL, KernelSpec
 from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.site import Kernel, Site
@@ -16,11 +17,18 @@ from veomni_transformers.changes.bypassed_children import with_children_as_prove
 from veomni_transformers.changes.guard_change import GuardChange
 from veomni_transformers.engine.layout import refused
 from veomni_transformers.experts.proof import WEIGHTS, prove_experts
-from veomni_transformers.experts.selection import EagerExpertsChange, is_dispatched, selected_implementation
+from veomni_transformers.experts.selection import (
+    EagerExpertsChange,
+    ExpertsChange,
+    is_dispatched,
+    selected_implementation,
+    table_of,
+)
 from veomni_transformers.forwards.adapted_experts import forward_beside_adapters, why_not_beside
 from veomni_transformers.forwards.expert_layouts import LAYOUTS, ExpertLayout, dropping_choices, sizes_of
 from veomni_transformers.forwards.peft_parameters import ACTIVATE, handing_factors, wrappers_of
 from veomni_transformers.forwards.signatures import with_own_signature
+from veomni_transformers.proving.code_read import Places
 from veomni_transformers.proving.code_reading import bypassed, guarded_names
 from veomni_transformers.proving.module_locator import ModuleLocator, refuse_empty
 from veomni_transformers.proving.proof import Proof
@@ -82,6 +90,21 @@ class ExpertsModules(ModuleLocator):
             return replace(site, sizes={**site.sizes, "intermediate": (width // layout.tp,)})
         return refused(site, {"": own, **styles}, "the kernel needs whole experts, or equal parts of gate, up and down")
 
+    def key(self, module: nn.Module) -> Hashable:
+        return super().key(module), selected_implementation(module)
+
+    def code_read(self, model: nn.Module, site: Site) -> Places:
+        """Also what transformers' table of experts has under the name that the config selects."""
+        module = model.get_submodule(site.path)
+        read, table, name = super().code_read(model, site), table_of(module), selected_implementation(module)
+        if table is None or name not in table:
+            return read
+        known: dict[Hashable, Places] = vars(self).setdefault("_with_implementation", {})
+        key = (id(read), name)
+        if key not in known:
+            known[key] = (*read, CodePlace(table, name, f"the experts implementation {name!r}"))
+        return known[key]
+
     def called(self, site: Site) -> tuple[str, ...]:
         return WEIGHTS
 
@@ -95,7 +118,7 @@ class ExpertsModules(ModuleLocator):
         forward = with_own_signature(module, bound)  # type: ignore[arg-type]
         if EXPERT_PARALLEL in site.needs:
             forward = dropping_choices(forward)
-        yield ForwardChange(module, forward, guarded_names(module, reading, WEIGHTS))
+        yield ExpertsChange(module, forward, guarded_names(module, reading, WEIGHTS))
         for _, wrapper in wrappers_of(module, model) if not why_not_beside(layout, spec) else ():
             yield ClassChange(wrapper, ACTIVATE, handing_factors(getattr(type(wrapper), ACTIVATE)))
         for name, child in children.items():

@@ -6,7 +6,7 @@ What it gives is compared with the reference in each layout of the weights.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_ops.moe_experts import CONTRACTS
+from veomni_transformers.experts.selection import implementation_of_others
 from veomni_transformers.forwards.expert_layouts import ExpertLayout
 from veomni_transformers.forwards.signatures import leading_parameters, why_not_callable
 from veomni_transformers.proving import probe
@@ -26,6 +28,7 @@ from veomni_transformers.proving.reachable_code import own_function
 
 WEIGHTS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 _F32 = torch.float32
+_Call = tuple[bool, torch.dtype, tuple[Tensor, ...]]  # whether it must run, its dtype, and its inputs
 _ROUTED, _GROUPED = 3, 1  # how many tensors a call takes: with routing, or only rows already grouped by expert
 
 
@@ -63,20 +66,52 @@ def prove_experts(module: nn.Module, readings: Readings, layouts: Mapping[str, E
     with probe.seeded():
         branches = Branches(whole.codes, guarded_names(module, reading, ()), own_function(module))
         copies = {dtype: _copy(module, sizes, dtype) for dtype in (_F32, *probe.LOW_PRECISION)}
-        runs = []
-        for must_run, dtype, inputs in _calls(sizes, takes == _GROUPED):
-            for training in whole.modes:
-                duplicate = copies[dtype].train(training)
-                found, error = probe.attempt(partial(branches.run, partial(type(module).forward, duplicate, *inputs)))
-                if error and must_run:
-                    return Proof(None, error)
-                if not error:
-                    runs.append(_Run(duplicate, inputs, found))
+        runs, error = _runs(copies, _calls(sizes, takes == _GROUPED), whole.modes, branches)
+        if error:
+            return Proof(None, error)
         if probe.draws_random_numbers(partial(type(module).forward, copies[_F32].train(), *runs[0].inputs)):
             return Proof(None, "it draws random numbers in training mode")
         if not all(isinstance(run.found, Tensor) for run in runs):
             return Proof(None, f"gives a {type(runs[0].found).__name__}, expected a tensor")
-        return first_fit(_candidates(runs, branches, layouts), "its weights and its call fit no known layout")
+        proof = first_fit(_candidates(runs, branches, layouts), "its weights and its call fit no known layout")
+        name = implementation_of_others(module)
+        if proof.variant is None or not name:
+            return proof
+        why = _registered_by_others(module, name, layouts[proof.detail["layout"]], whole.modes, branches)
+        return Proof(None, f"its config selects {name!r}, registered by other code, {why}") if why else proof
+
+
+def _registered_by_others(
+    module: nn.Module, name: str, layout: ExpertLayout, modes: Iterable[bool], branches: Branches
+) -> str:
+    """How the implementation ``name`` differs from the code of the module's class, which is proven; or empty."""
+    sizes, _ = _tiny_sizes(module, aligned=True)
+    assert sizes is not None, "the code of the class was run"
+    copies = {dtype: _copy(module, sizes, dtype, name) for dtype in (_F32, *probe.LOW_PRECISION)}
+    grouped = len(leading_parameters(module, _ROUTED)) == _GROUPED
+    calls = _calls(sizes, grouped)
+    if not grouped:  # an index that stands for no expert is met on ranks that share the experts alone
+        calls = (call for call in calls if (call[2][1] < sizes.gate_up_experts).all())
+    runs, error = _runs(copies, calls, modes, branches)
+    miss = 0.0 if error else max(run.miss(layout) for run in runs)
+    return error or (f"which is off by {miss:.2%} from the code of its class" if miss else "")
+
+
+def _runs(
+    copies: Mapping[torch.dtype, nn.Module], calls: Iterable[_Call], modes: Iterable[bool], branches: Branches
+) -> tuple[list[_Run], str]:
+    """Each call of each copy's own forward in each mode, and the error of one that must run; empty if none failed."""
+    runs = []
+    for must_run, dtype, inputs in calls:
+        for training in modes:
+            duplicate = copies[dtype].train(training)
+            forward = partial(type(duplicate).forward, duplicate, *inputs)
+            found, error = probe.attempt(partial(branches.run, forward))
+            if error and must_run:
+                return [], error
+            if not error:
+                runs.append(_Run(duplicate, inputs, found))
+    return runs, ""
 
 
 def _candidates(runs: list[_Run], branches: Branches, layouts: Mapping[str, ExpertLayout]) -> Iterator[Candidate]:
@@ -109,8 +144,11 @@ class _TinySizes:
         return shapes[name]
 
 
-def _tiny_sizes(module: nn.Module) -> tuple[_TinySizes | None, str]:
-    """The sizes, or ``None`` and why the module's tensors are not those of gated experts."""
+def _tiny_sizes(module: nn.Module, aligned: bool = False) -> tuple[_TinySizes | None, str]:
+    """The sizes, or ``None`` and why the module's tensors are not those of gated experts.
+
+    Grouped products need ``aligned`` ones; the other ones are what they would not divide.
+    """
     tensors = {name: value.shape for name, value in module._parameters.items() if value is not None}
     further = [name for name in (*tensors, *module._buffers) if name not in WEIGHTS]
     if further:
@@ -120,15 +158,15 @@ def _tiny_sizes(module: nn.Module) -> tuple[_TinySizes | None, str]:
     if not as_stored and gate_up[1:] != (down[2], 2 * down[1]):
         return None, f"weights of shapes {tuple(gate_up)} and {tuple(down)} are not gated experts, transposed or not"
     hidden, intermediate = down[1:] if as_stored else down[:0:-1]
-    tiny_intermediate, experts = 10, 4
+    (tiny_intermediate, other), experts = (16, 24) if aligned else (10, 6), 4
     # Real sizes that are equal get equal tiny sizes. LongCat has more experts in gate_up than in down; so has its copy.
-    tiny_hidden = {intermediate: tiny_intermediate, 2 * intermediate: 2 * tiny_intermediate}.get(hidden, 6)
+    tiny_hidden = {intermediate: tiny_intermediate, 2 * intermediate: 2 * tiny_intermediate}.get(hidden, other)
     gate_up_experts = experts if gate_up[0] <= down[0] else experts + 2
     of = {gate_up[0]: gate_up_experts, down[0]: experts, intermediate: tiny_intermediate, hidden: tiny_hidden}
     return _TinySizes(gate_up_experts, experts, tiny_hidden, tiny_intermediate, not as_stored, of), ""
 
 
-def _copy(module: nn.Module, sizes: _TinySizes, dtype: torch.dtype) -> nn.Module:
+def _copy(module: nn.Module, sizes: _TinySizes, dtype: torch.dtype, implementation: str = EAGER) -> nn.Module:
     """A copy of the module with tiny random weights; its children are copied at full size."""
     duplicate: Any = probe.bare_copy(module)
     for name, child in module._modules.items():
@@ -136,14 +174,14 @@ def _copy(module: nn.Module, sizes: _TinySizes, dtype: torch.dtype) -> nn.Module
     probe.resize_attributes(duplicate, sizes.of)
     if "config" in vars(duplicate):
         duplicate.config = copy.copy(module.config)
-        duplicate.config._experts_implementation = "eager"
+        duplicate.config._experts_implementation = implementation
     for name, value in module._parameters.items():
         if value is not None:
             duplicate._parameters[name] = probe.random(*sizes.shape(name), dtype=dtype).requires_grad_()
     return duplicate
 
 
-def _calls(sizes: _TinySizes, grouped: bool) -> Iterator[tuple[bool, torch.dtype, tuple[Tensor, ...]]]:
+def _calls(sizes: _TinySizes, grouped: bool) -> Iterator[_Call]:
     """``(must_run, dtype, inputs)`` of each call: every kind of routing, and small and large values.
 
     A module that raises in a call that ``must_run`` is refused; other calls are then left out. The routing has experts

@@ -6,7 +6,7 @@ transformers wraps the ``forward`` of an experts class. The wrapper looks up the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.errors import BindingError
 from veomni_transformers.forwards.eager_experts import SELECTED_BY, eager_until_set
 from veomni_transformers.proving.functions import code_layers, current_forward
+from veomni_transformers.proving.of_others import function_of_others
 
 Function = Callable[..., Any]
 
@@ -28,6 +29,37 @@ def selected_implementation(module: nn.Module) -> str:
 def is_dispatched(module: nn.Module) -> bool:
     """Whether the forward of ``module`` looks up in its config which implementation to run."""
     return any(SELECTED_BY in layer.__code__.co_names for layer in code_layers(current_forward(module)))
+
+
+def table_of(module: nn.Module) -> Mapping[str, Any] | None:
+    """The table in which the forward of ``module`` looks its implementation up; ``None`` if it looks none up."""
+    for layer in code_layers(current_forward(module)):
+        if SELECTED_BY in layer.__code__.co_names:
+            held = (cell.cell_contents for cell in layer.__closure__ or ())
+            return next((each for each in held if isinstance(each, Mapping)), None)
+    return None
+
+
+def implementation_of_others(module: nn.Module) -> str:
+    """The name under which other code has registered the implementation that runs in ``module``; empty if none has."""
+    name, table = selected_implementation(module), table_of(module)
+    return name if table is not None and function_of_others(table, name) is not None else ""
+
+
+class ExpertsChange(ForwardChange):
+    """Puts a kernel in the place of what the module's config selects, which is remembered."""
+
+    def __init__(self, module: nn.Module, forward: Function, guarded: Iterable[str] = ()) -> None:
+        super().__init__(module, forward, guarded)
+        self._selected = _named(module) if is_dispatched(module) else ""
+
+    def written(self) -> str:
+        """Also a selection in the config since: the kernel goes on computing what was selected before."""
+        module = self.target
+        is_bound = module is not None and self._bound is not None and isinstance(module, self._bound)
+        now = _named(module) if is_bound and self._selected else self._selected
+        news = f"its experts were set from {self._selected} to {now} after bind, and the kernel computes the former"
+        return "; ".join(filter(None, (super().written(), news if now != self._selected else "")))
 
 
 class EagerExpertsChange(ForwardChange):

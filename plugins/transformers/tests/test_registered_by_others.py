@@ -1,0 +1,103 @@
+"""Attention and experts that other code has registered in transformers' tables: compared, and kept where they differ."""
+
+from __future__ import annotations
+
+import pytest
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from models import assert_equal_steps, build, step
+from veomni_core import bind, find_sites
+from veomni_core.errors import CodeChangedWarning, KernelUnavailableError
+
+AUTO = {"preset": "auto"}
+THOROUGH = pytest.mark.thorough
+FAMILIES = ["llama", *(pytest.param(f, marks=THOROUGH) for f in ("qwen3_moe", "gemma3_text", "deepseek_v3", "olmo2"))]
+WITH_EXPERTS = ["qwen3_moe", *(pytest.param(f, marks=THOROUGH) for f in ("mixtral", "deepseek_v3", "gpt_oss"))]
+
+
+def plain(module, *args, **kwargs):
+    return sdpa_attention_forward(module, *args, **kwargs)
+
+
+def halved(module, *args, **kwargs):
+    return sdpa_attention_forward(module, *args, **kwargs)[0] * 0.5, None
+
+
+def sees_all(module, query, key, value, attention_mask, **kwargs):
+    """Right wherever it is given a mask, and transformers gives sdpa none where all keys before a query are seen."""
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **{**kwargs, "is_causal": False})
+
+
+def with_attention(monkeypatch, family, name, function, mask):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, function)
+    if mask is not None:
+        monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, mask)
+    models = build(family), build(family)
+    for each in models:
+        each.set_attn_implementation(name)
+    return models
+
+
+def attention_of(model):
+    return next(site for site in find_sites(model) if site.op_name == "attention")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "function", "mask", "why"),
+    [
+        ("others", halved, sdpa_mask, "which is not standard: its values miss by 50"),
+        ("sdpa", halved, sdpa_mask, "which is not standard: its values miss by 50"),
+        ("others", sees_all, sdpa_mask, "which is not standard: its values miss"),
+        ("others", plain, None, "masks that are neither eager attention's nor sdpa's"),
+        ("others", plain, sdpa_mask, ""),
+        ("others", sees_all, eager_mask, ""),
+    ],
+    ids=["halved", "in sdpa's place", "without is_causal", "own masks", "standard", "always masked"],
+)
+def test_registered_attention_is_compared_and_kept_where_it_differs(monkeypatch, family, name, function, mask, why):
+    model, eager = with_attention(monkeypatch, family, name, function, mask)
+    site = attention_of(model)
+    assert (site.variant is None) == bool(why) and why in site.evidence
+    binding = bind(model, AUTO)
+    assert bool(next(op for op in binding.plan.ops if op.op_name == "attention").sites[0].bound) == (not why)
+    assert_equal_steps(step(model), step(eager))
+
+
+def test_naming_a_kernel_in_the_place_of_other_attention_is_refused_with_the_function(monkeypatch):
+    model, _ = with_attention(monkeypatch, "llama", "others", halved, sdpa_mask)
+    with pytest.raises(KernelUnavailableError, match=r"its attention 'others' is .*halved, which is not standard"):
+        bind(model, {"preset": "eager", "attn_implementation": "sdpa"})
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_registered_experts_are_compared_and_kept_where_they_differ(monkeypatch, family):
+    own = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+    for name, times in (("same", 1.0), ("halved", 0.5), ("grouped_mm", 0.5)):
+        monkeypatch.setitem(
+            ALL_EXPERTS_FUNCTIONS._global_mapping, name, lambda *args, times=times: own(*args) * times
+        )
+        model, eager = build(family), build(family)
+        for each in (model, eager):
+            each.config._experts_implementation = name
+        plan = bind(model, AUTO).plan
+        sites = [decision for op in plan.ops if op.op_name == "moe_experts" for decision in op.sites]
+        assert all(each.bound == (name == "same") for each in sites) and sites
+        assert name == "same" or f"selects {name!r}, registered by other code" in sites[0].site.evidence
+        assert_equal_steps(step(model), step(eager))
+
+
+def test_experts_that_are_selected_or_replaced_after_bind_are_seen(monkeypatch):
+    model = build("qwen3_moe")
+    binding = bind(model, AUTO)
+    model.config._experts_implementation = "batched_mm"
+    with pytest.warns(CodeChangedWarning, match="its experts were set from grouped_mm to batched_mm after bind"):
+        model.train()
+    model.config._experts_implementation = "grouped_mm"
+    assert not binding.receipt.changed
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", len)
+    with pytest.warns(CodeChangedWarning, match="the experts implementation 'grouped_mm' was replaced"):
+        assert "model.layers.0.mlp.experts" in binding.receipt.changed
