@@ -24,12 +24,16 @@ class Chunks:
     Attributes:
         tokens: ``[N, C]``, which token of S each is; any where ``real`` is False.
         real: ``[N, C]``, False where a chunk is filled up.
+        places: ``[S]``, where each token is among the flattened ``[N * C]``.
+        firsts: the first token of each chunk, and S.
         spans: the first chunk of each sequence, and the one after its last. An empty sequence has none.
         is_packed: whether the sequences are in one row of the batch, or each row of it is one.
     """
 
     tokens: Tensor
     real: Tensor
+    places: Tensor
+    firsts: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
     is_packed: bool
 
@@ -68,9 +72,9 @@ class Chunks:
 
     def write(self, into_BSH: Tensor, x_BHNC: Tensor, group: slice) -> None:
         """Write the group's part, as :meth:`read` gives it, into ``[B, S, H]`` or ``[B, S, H, D]``."""
-        real = self.real[group].flatten()
         flat = x_BHNC.movedim(1, 3).flatten(1, 2).to(into_BSH.dtype)
-        into_BSH.index_copy_(1, self.tokens[group].flatten()[real], flat[:, real])
+        tokens = slice(self.firsts[group.start], self.firsts[group.stop])
+        into_BSH[:, tokens] = flat.index_select(1, self.places[tokens] - group.start * self.tokens.shape[1])
 
 
 def cut(length: int, bounds: Sequence[tuple[int, int]] | None, device: torch.device) -> Chunks:
@@ -85,7 +89,10 @@ def cut(length: int, bounds: Sequence[tuple[int, int]] | None, device: torch.dev
         spans.append((len(firsts), len(firsts) + len(begun)))
         firsts += begun
         lengths += [min(chunk, last - each) for each in begun]
-    places = torch.arange(chunk, device=device)
-    real = places < torch.tensor(lengths, dtype=torch.long, device=device).unsqueeze(1)
-    tokens = torch.tensor(firsts, dtype=torch.long, device=device).unsqueeze(1) + places
-    return Chunks(torch.where(real, tokens, 0), real, tuple(spans), bounds is not None)
+    starts, counts = (torch.tensor(each, dtype=torch.long, device=device) for each in (firsts, lengths))
+    within = torch.arange(chunk, device=device)
+    real = within < counts.unsqueeze(1)
+    tokens = torch.where(real, starts.unsqueeze(1) + within, 0)
+    filled_up = torch.arange(len(firsts), device=device) * chunk - starts  # places before each chunk that no token has
+    places = torch.arange(length, device=device) + filled_up.repeat_interleave(counts, output_size=length)
+    return Chunks(tokens, real, places, (*firsts, length), tuple(spans), bounds is not None)

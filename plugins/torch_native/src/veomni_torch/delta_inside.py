@@ -7,12 +7,12 @@ width, ``D`` decays per token: 1, or K.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from veomni_ops.delta_recurrence import NORM_EPS
+from veomni_torch.computed_once import ComputedOnce
 from veomni_torch.delta_chunks import Chunks
 from veomni_torch.delta_decays import ChannelDecays, Decays, TokenDecays, of_cumulated, of_sums_after
 
@@ -62,27 +62,27 @@ class Inside:
         decays: Decays = ChannelDecays(g) if options.per_channel else TokenDecays(g)
         return cls(options, raw, q, k, v, beta.unsqueeze(-1), decays, *decays.scores(q, k))
 
-    @cached_property
+    @ComputedOnce
     def system(self) -> Tensor:
         """How much the correction of token ``j`` takes from that of ``i``, below the diagonal ``[C, C]``."""
         return self.overlap * self.beta
 
-    @cached_property
+    @ComputedOnce
     def left(self) -> Tensor:
         """What a chunk leaves of the state before it ``[D, 1]``."""
         return self.decays.since_start[..., -1, :].unsqueeze(-1)
 
-    @cached_property
+    @ComputedOnce
     def reading(self) -> Tensor:
         """What is read of the state before the chunk, to be subtracted from :meth:`written` ``[C, K]``."""
         return self.key * (self.beta * self.decays.since_start)
 
-    @cached_property
+    @ComputedOnce
     def writing(self) -> Tensor:
         """Where corrections go in the state after the chunk ``[C, K]``."""
         return self.key * self.decays.to_end
 
-    @cached_property
+    @ComputedOnce
     def decayed_query(self) -> Tensor:
         """What the outputs read of the state before the chunk ``[C, K]``."""
         return self.query * self.decays.since_start
