@@ -18,6 +18,8 @@ from veomni_ops import (
     chunk_gated_delta_rule,
     kda,
     mamba2_scan,
+    rms_norm,
+    rms_norm_gated,
     rotary_pos_emb,
     token_dispatch,
 )
@@ -290,6 +292,14 @@ def eight_choices(hidden, top_k_index, top_k_weights, experts, ranks):
     return token_dispatch.exchanged(hidden, top_k_index[:, :8], top_k_weights[:, :8], experts, ranks)
 
 
+def eps_of_a_millionth_at_least(x, weight, eps):
+    return rms_norm.standard(x, weight, max(eps, 1e-6))
+
+
+def eps_of_a_gated_norm_of_a_millionth_at_least(x, gate, weight, eps, group_size=None):
+    return rms_norm_gated.standard(x, gate, weight, max(eps, 1e-6), group_size)
+
+
 _ATTENTION = {
     "op": "attention",
     "features": (
@@ -309,6 +319,12 @@ def _rotary(variant):
 
 # Each kernel, what of a failure's sentence names the sample that finds it, and the options of its spec.
 FAULTS = [
+    (eps_of_a_millionth_at_least, "'small values, and an eps below theirs': the result", {"op": "rms_norm"}),
+    (
+        eps_of_a_gated_norm_of_a_millionth_at_least,
+        "'small values, and an eps below theirs': the result",
+        {"op": "rms_norm_gated"},
+    ),
     (scaled_by_the_padded_width, "'values wider than queries': the result", _ATTENTION),
     (eight_groups_interleaved, "'a key that is the value': the result", _ATTENTION),
     (values_as_wide_as_queries, "'values wider than queries': the result", _ATTENTION),

@@ -132,6 +132,8 @@ def _samples(weighted: bool, weight_shift: float) -> SampleMaker:
         yield Sample("a batch of one, strided oddly", (one, weight(96), 1e-5), values_only=True)
         yield Sample("65 rows", (leaf(draw.normal(65, 64, scale=0.05)), weight(64), 1e-3), values_only=True)
         yield Sample("a width of one", (leaf(draw.normal(9, 1)), weight(1), 0.5), values_only=True)
+        small = leaf(draw.normal(5, 48, scale=1e-3))
+        yield Sample("small values, and an eps below theirs", (small, weight(48), 1e-8), values_only=True)
         signs = leaf(draw.normal(6, 32).sign())  # their root mean square is 1
         same = leaf(torch.full_like(signs[0], weight_shift)) if weighted else None
         yield Sample("a result equal to x", (signs, same, 0.0), values_only=True)

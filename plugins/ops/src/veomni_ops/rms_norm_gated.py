@@ -107,6 +107,7 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         ("no groups, and eps dominates", (4, 128), 1e-3, 1e-2, None),
         ("groups of one", (9, 8), 1.0, 0.5, 1),
         ("a width of one", (9, 1), 1.0, 0.5, None),
+        ("small values, and an eps below theirs", (5, 48), 1e-3, 1e-8, 16),
         ("4 dimensions", (2, 3, 4, 64), 1.0, 1e-5, 32),
         ("5 dimensions", (2, 1, 3, 2, 32), 1.0, 1e-6, None),
         ("a batch of one, strided oddly", (1, 5, 96), 1.0, 1e-5, 32),
