@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from delta_rule_models import family
 from models import build
 from veomni_core import OpSlot, bind
 
@@ -45,3 +46,13 @@ def test_second_derivatives_name_the_op():
         loss = model.train()(input_ids=ids, labels=ids).loss
         with pytest.raises(RuntimeError, match="choose eager for cross_entropy_loss"):
             torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+@pytest.mark.thorough
+def test_a_trace_of_a_bound_delta_rule_names_the_op():
+    model, ids = family("qwen3_next").eval(), torch.tensor([[5, 9, 17, 3]])
+    with (
+        bind(model, AUTO),
+        pytest.raises(RuntimeError, match="can't record the kernel of chunk_gated_delta_rule"),
+    ):
+        torch.jit.trace(lambda ids: model(input_ids=ids, use_cache=False).logits, ids)

@@ -1,4 +1,4 @@
-"""Attention and experts that other code has registered in transformers' tables: compared, and kept where they differ."""
+"""Attention and experts that other code has put into transformers' tables: compared, and kept where they differ."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ def test_naming_a_kernel_in_the_place_of_other_attention_is_refused_with_the_fun
 def test_registered_experts_are_compared_and_kept_where_they_differ(monkeypatch, family):
     own = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
     for name, times in (("same", 1.0), ("halved", 0.5), ("grouped_mm", 0.5)):
-        monkeypatch.setitem(
-            ALL_EXPERTS_FUNCTIONS._global_mapping, name, lambda *args, times=times: own(*args) * times
-        )
+        monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, name, lambda *args, times=times: own(*args) * times)
         model, eager = build(family), build(family)
         for each in (model, eager):
             each.config._experts_implementation = name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class _ClampedActivation(torch.autograd.Function):
         return (up + up_offset) * (gate * torch.sigmoid(gate * alpha))
 
     @staticmethod
-    @first_derivatives_only
+    @partial(first_derivatives_only, op="moe_experts")
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
         (both,) = ctx.saved_tensors
         alpha, limit, interleaved, up_offset = ctx.settings

@@ -11,6 +11,7 @@ value width.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,9 +41,15 @@ def in_chunks(
 
     The arguments are those of the ops, with ``g`` of either, and what ``check_call`` says of the boundaries.
     """
+    per_channel = g.dim() == value.dim()
+    if torch.jit.is_tracing():  # it would end in a failed look-up of TorchScript's
+        op = "kda" if per_channel else "chunk_gated_delta_rule"
+        raise RuntimeError(
+            f"torch.jit.trace can't record the kernel of {op}, which goes from chunk to chunk in place: choose eager "
+            f"for {op}, undo the binding before the trace, or call torch.export.export"
+        )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     chunks = cut(query.shape[1], bounds, query.device)
-    per_channel = g.dim() == value.dim()
     wide = compute_dtype(query)
     options = Options(chunks, scale, per_channel, use_qk_l2norm_in_kernel, output_final_state, wide)
     return _DeltaRule.apply(query, key, value, g, beta, initial_state, options)  # type: ignore[no-any-return]
@@ -94,7 +101,7 @@ class _DeltaRule(Function):
         return output, final if options.keeps_final else None
 
     @staticmethod
-    @first_derivatives_only
+    @partial(first_derivatives_only, op="chunk_gated_delta_rule and kda")
     @without_autocast
     def backward(ctx: Any, doutput: Tensor | None, dfinal: Tensor | None = None) -> tuple[Any, ...]:
         *inputs, states_BHNKV = ctx.saved_tensors

@@ -8,6 +8,7 @@ Shapes: N rows, E groups (experts), A columns of the left operand, B columns of 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ def _save_linear(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-@first_derivatives_only
+@partial(first_derivatives_only, op="moe_experts")
 def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weight, ends = ctx.saved_tensors
     of_rows, of_weight, _ = ctx.needs_input_grad

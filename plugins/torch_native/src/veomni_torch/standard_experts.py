@@ -7,6 +7,7 @@ I intermediate size, r an adapter's rank, N = T * K rows sorted by expert.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,7 +171,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros as gradients of the saved outputs
 
 
-@first_derivatives_only
+@partial(first_derivatives_only, op="moe_experts")
 def _gradients(ctx: Any, dresult: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     _, _, _, gate_up, down, gate_up_a, gate_up_b, _, down_a, down_b, _ = ctx.needs_input_grad
     wanted = [gate_up, down, gate_up_a or gate_up_b, down_a or down_b]

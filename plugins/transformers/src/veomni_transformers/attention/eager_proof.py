@@ -30,7 +30,6 @@ class EagerProofs:
         """What the eager function of ``call`` computes differently from the contract; empty if nothing."""
         return self._differences.of(_form(call), lambda: _difference(call))
 
-
     def mismatch_of(self, function: Callable[..., Any], mask_builder: Any, call: AttentionCall) -> str:
         """As :meth:`mismatch`, of a ``function`` that other code has put into transformers' table of attention.
 

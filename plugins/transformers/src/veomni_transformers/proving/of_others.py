@@ -1,4 +1,4 @@
-"""Functions that other code has put into a table of transformers, whose own ones are known to compute what they should."""
+"""Functions that other code has put into a table of transformers, whose own ones compute what eager code does."""
 
 from __future__ import annotations
 
