@@ -16,9 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-# It draws one of Python's random numbers when it is imported, and huggingface_hub imports it: so does a kernel's module
-# that is the first to import transformers, which in a job was imported before.
-import rich.style  # noqa: F401
 import torch
 
 from veomni_conformance.situations import reveal
