@@ -42,7 +42,8 @@ def in_chunks(
     The arguments are those of the ops, with ``g`` of either, and what ``check_call`` says of the boundaries.
     """
     per_channel = g.dim() == value.dim()
-    if torch.jit.is_tracing():  # it would end in a failed look-up of TorchScript's
+    # It would end in a failed look-up of TorchScript's.
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
         op = "kda" if per_channel else "chunk_gated_delta_rule"
         raise RuntimeError(
             f"torch.jit.trace can't record the kernel of {op}, which goes from chunk to chunk in place: choose eager "
