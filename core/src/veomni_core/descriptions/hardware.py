@@ -11,14 +11,7 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from veomni_core.descriptions.field_types import (
-    instances_in,
-    names_in,
-    require_boolean,
-    require_integer,
-    require_name,
-    require_text,
-)
+from veomni_core.descriptions.field_types import check_fields, instances_in
 from veomni_core.errors import SpecError, UnknownNameError, did_you_mean
 
 ANY_DEVICE = "any"
@@ -59,11 +52,7 @@ class Hardware:
     detected: bool = False
 
     def __post_init__(self) -> None:
-        require_name("Hardware", "device_type", self.device_type)
-        require_integer("Hardware", "compute_capability", self.compute_capability, optional=True)
-        require_text("Hardware", "name", self.name)
-        require_integer("Hardware", "count", self.count)
-        require_boolean("Hardware", "detected", self.detected)
+        check_fields(self, "Hardware", names=("device_type",))
         object.__setattr__(self, "device_type", canonical_device(self.device_type))
 
     @classmethod
@@ -161,12 +150,8 @@ class HardwareRequirement:
     others: tuple[HardwareRequirement, ...] = ()
 
     def __post_init__(self) -> None:
-        owner = "HardwareRequirement"
-        require_name(owner, "device_type", self.device_type)
-        require_integer(owner, "min_compute_capability", self.min_compute_capability, optional=True)
-        require_integer(owner, "max_compute_capability", self.max_compute_capability, optional=True)
+        check_fields(self, "HardwareRequirement", names=("device_type",))
         object.__setattr__(self, "device_type", canonical_device(self.device_type))
-        object.__setattr__(self, "packages", names_in(owner, "packages", self.packages))
         low, high = self.min_compute_capability, self.max_compute_capability
         if low is not None and high is not None and low > high:
             raise SpecError(f"HardwareRequirement: min_compute_capability {low} is above max_compute_capability {high}")
@@ -175,7 +160,6 @@ class HardwareRequirement:
                 requirement(package)
             except InvalidRequirement as error:
                 raise SpecError(f"HardwareRequirement: {package!r} is not a package requirement: {error}") from None
-        object.__setattr__(self, "others", instances_in(owner, "others", self.others, HardwareRequirement))
 
     def __or__(self, other: HardwareRequirement) -> HardwareRequirement:
         return replace(self, others=(*self.others, replace(other, others=()), *other.others))

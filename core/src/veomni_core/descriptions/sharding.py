@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from veomni_core.descriptions.field_types import require_integer
+from veomni_core.descriptions.field_types import check_fields
 from veomni_core.errors import SpecError
 
 
@@ -30,8 +30,8 @@ class Sharding:
     ep: int = 1
 
     def __post_init__(self) -> None:
+        check_fields(self, "Sharding", names=())
         for name in ("fsdp", "tp", "ep"):
-            require_integer("Sharding", name, getattr(self, name))
             if getattr(self, name) < 1:
                 raise SpecError(f"Sharding: {name} is {getattr(self, name)}; it is a number of ranks, at least 1")
 

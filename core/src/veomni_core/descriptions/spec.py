@@ -6,14 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from veomni_core.descriptions.field_types import (
-    require_boolean,
-    require_integer,
-    require_mapping,
-    require_name,
-    require_reference,
-    require_text,
-)
+from veomni_core.descriptions.field_types import check_fields
 from veomni_core.descriptions.hardware import Hardware
 
 
@@ -46,11 +39,7 @@ class DeviceSpec:
     preset: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        owner = f"DeviceSpec {self.device_type!r}"
-        require_name(owner, "device_type", self.device_type)
-        require_reference(owner, "detect", self.detect)
-        require_mapping(owner, "named", self.named, Hardware)
-        require_mapping(owner, "preset", self.preset, str)
+        check_fields(self, f"DeviceSpec {self.device_type!r}", names=("device_type",), references=("detect",))
 
 
 @dataclass(frozen=True)
@@ -88,13 +77,7 @@ class SiteRule:
     proves: bool = False
 
     def __post_init__(self) -> None:
-        owner = f"SiteRule {self.name!r}"
-        require_name(owner, "name", self.name)
-        require_reference(owner, "locator", self.locator)
-        require_integer(owner, "order", self.order)
-        require_boolean(owner, "installs_eager", self.installs_eager)
-        require_boolean(owner, "reads_parameters", self.reads_parameters)
-        require_boolean(owner, "proves", self.proves)
+        check_fields(self, references=("locator",))
 
 
 @dataclass(frozen=True)
@@ -117,10 +100,7 @@ class ModelRule:
     order: int = 50
 
     def __post_init__(self) -> None:
-        owner = f"ModelRule {self.name!r}"
-        require_name(owner, "name", self.name)
-        require_reference(owner, "rule", self.rule)
-        require_integer(owner, "order", self.order)
+        check_fields(self, references=("rule",))
 
 
 @dataclass(frozen=True)
@@ -144,10 +124,7 @@ class ModelViewSpec:
     order: int = 50
 
     def __post_init__(self) -> None:
-        owner = f"ModelViewSpec {self.name!r}"
-        require_name(owner, "name", self.name)
-        require_reference(owner, "view", self.view)
-        require_integer(owner, "order", self.order)
+        check_fields(self, references=("view",))
 
 
 @dataclass(frozen=True)
@@ -210,9 +187,4 @@ class CommandSpec:
     job_check: str = ""
 
     def __post_init__(self) -> None:
-        owner = f"CommandSpec {self.name!r}"
-        require_name(owner, "name", self.name)
-        require_reference(owner, "target", self.target)
-        require_text(owner, "help", self.help)
-        if self.job_check != "":
-            require_reference(owner, "job_check", self.job_check)
+        check_fields(self, references=("target",), optional_references=("job_check",))

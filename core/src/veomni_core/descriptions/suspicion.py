@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from veomni_core.descriptions.field_types import require_instance, require_name
+from veomni_core.descriptions.field_types import check_fields
 from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
 from veomni_core.errors import SpecError
 
@@ -36,9 +36,7 @@ class Suspicion:
     seen: bool = True
 
     def __post_init__(self) -> None:
-        require_instance("Suspicion", "where", self.where, HardwareRequirement)
-        require_name("Suspicion", "why", self.why)
-        require_instance("Suspicion", "seen", self.seen, bool)
+        check_fields(self, "Suspicion", names=("why",))
 
     def covers(self, hardware: Hardware) -> bool:
         """Whether ``hardware`` is one of the machines. Of hardware that isn't here, versions of packages are unknown.
