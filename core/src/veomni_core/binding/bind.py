@@ -12,7 +12,7 @@ from veomni_core.binding.evaluation import loaded
 from veomni_core.binding.model_rules import ModelRules
 from veomni_core.binding.placement import device_type_of, misplaced, placement_notes, planned_elsewhere
 from veomni_core.binding.planned_model import refuse_another_model, sites_of
-from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan, refused_on_all
+from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, Ranks
 from veomni_core.binding.receipt import Receipt, Verification, kernels_line
 from veomni_core.binding.site_changes import Kernels, site_changes
 from veomni_core.binding.unverified import refuse_unverified
@@ -222,7 +222,8 @@ def bind(
     """
     if isinstance(config, Plan):
         raise BindingError("bind makes the plan itself, from a config; to apply a finished one, call apply_plan")
-    ops = refused_on_all(lambda: OpsConfig.of(config, registry), agree=agree, group=group, timeout=agreement_timeout)
+    ranks = Ranks(agree, group, agreement_timeout)
+    ops = ranks.refused_together(lambda: OpsConfig.of(config, registry))
     settings = _settings(on_change or ops.on_change, training_logits or ops.training_logits)
     device_type = device_type_of(device)
     _make_ready(model, ops.registry)
@@ -231,7 +232,7 @@ def bind(
         hardware = None if device_type is None else ops.registry.detect_hardware(device_type)
         return make_plan(model, ops, hardware=hardware, autocast=autocast, training=training, batch=batch)
 
-    plan = agree_on_plan(make, agree=agree, group=group, timeout=agreement_timeout)
+    plan = ranks.agree_on(make)
     if device is None:
         _warn_of_an_idle_accelerator(plan, ops.registry)
     return _apply(model, plan, ops.registry, verify, settings, _code_of(plan))
@@ -295,7 +296,7 @@ def apply_plan(
             refuse_another_model(model, plan, registry)
         return plan
 
-    agree_on_plan(checked, agree=agree, group=group, timeout=agreement_timeout)
+    Ranks(agree, group, agreement_timeout).agree_on(checked)
     return _apply(model, plan, registry, verify, settings, code)
 
 
