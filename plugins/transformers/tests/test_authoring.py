@@ -144,6 +144,7 @@ def test_names_that_have_moved_are_there_for_one_release():
         ("veomni_core.authoring", "probe", "veomni_transformers.authoring"),
         ("veomni_core.authoring", "Contract", "veomni_conformance"),
         ("veomni_core.authoring", "aligned", "veomni_core.kernels"),
+        ("veomni_core.kernels", "ExpertRanks", "veomni_ops.expert_ranks"),
         ("veomni_core.testing", "check_kernel", "veomni_conformance"),
         ("veomni_core.parallel.sequence", "apply_ulysses", "veomni_transformers.sequence"),
     ):

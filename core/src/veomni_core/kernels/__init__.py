@@ -11,16 +11,14 @@ from veomni_core.kernels.autocast import (
     product_operands,
     without_autocast,
 )
-from veomni_core.kernels.expert_ranks import ExpertRanks, Experts
 from veomni_core.kernels.first_derivatives import first_derivatives_only
 from veomni_core.kernels.labels import IGNORED
 from veomni_core.kernels.memory_layout import ALIGNMENT, aligned, begins_aligned, empty_like_aligned, is_aligned
+from veomni_core.moved_names import moved
 
 __all__ = [
     "ALIGNMENT",
     "IGNORED",
-    "ExpertRanks",
-    "Experts",
     "aligned",
     "as_softmax_takes",
     "autocast_dtype",
@@ -33,3 +31,5 @@ __all__ = [
     "product_operands",
     "without_autocast",
 ]
+
+__getattr__ = moved(__name__, {"veomni_ops.expert_ranks": ("ExpertRanks", "Experts")})
