@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from veomni_conformance.cli.names import check_device
+from veomni_conformance.cli.names import check_device, find_op
 from veomni_core import Hardware, OpsConfig, discover
 from veomni_core.cli.app import build_app
-from veomni_core.cli.names import find_op
 from veomni_core.errors import UnknownNameError, did_you_mean, suggest
 from veomni_core.synonyms import SYNONYMS
 

@@ -11,12 +11,6 @@ from veomni_core.jobs.jobfile import at_home
 _JOBS = (".yaml", ".yml")
 
 
-def complete_op(incomplete: str) -> list[str]:
-    """The ops and their config fields."""
-    ops = discover().ops.values()
-    return begin_with(incomplete, (name for op in ops for name in (op.name, op.config_field)))
-
-
 def complete_hardware(incomplete: str) -> list[str]:
     """The hardware that can be named, of the core and of plugins."""
     devices = discover().devices.values()
