@@ -10,7 +10,7 @@ from torch import nn
 
 from veomni_core.binding.evaluation import loaded
 from veomni_core.binding.model_rules import ModelRules
-from veomni_core.binding.placement import device_type_of, misplaced, placement_notes, planned_elsewhere
+from veomni_core.binding.placement import device_type_of, misplaced, planned_elsewhere
 from veomni_core.binding.planned_model import refuse_another_model, sites_of
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, Ranks
 from veomni_core.binding.receipt import Receipt, Verification, kernels_line
@@ -345,8 +345,6 @@ def _changes(
     """All changes of a binding, each with its module path and its owner."""
     rules = ModelRules(registry)
     yield from code.watched(rules.before_sites(model, plan, registry))
-    for note in placement_notes(model, plan):
-        yield "", "", note
     yield from site_changes(model, plan, registry, kernels, code)
     yield from code.watched(rules.after_sites(model, plan, registry))
     for look in look_when_training_starts(model):

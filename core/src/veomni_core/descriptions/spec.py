@@ -51,7 +51,7 @@ class SiteRule:
         locator: ``"module:attribute"`` of a class without constructor parameters that has the two methods of
             :class:`veomni_core.sites.site.SiteLocator`, and with ``installs_eager`` also that of
             :class:`veomni_core.sites.site.EagerSiteLocator`. A sharded model is given to it whole; see
-            :class:`veomni_core.sites.site.ShardedSiteLocator` and its neighbours for what it can say of shards.
+            ``veomni_transformers.engine.engine_layout`` for what it can say of shards.
         order: rules with a low order apply their changes first, which matters if two rules change one module.
         installs_eager: whether ``eager`` must be installed too, because the model may be set to something else.
         reads_parameters: whether the rule looks at parameters. A rule that doesn't also runs on models whose parameters

@@ -12,14 +12,13 @@ from torch import nn
 
 from veomni_core.changes.bound_subclass import bindings_in
 from veomni_core.descriptions.references import load_attribute
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.descriptions.spec import SiteRule
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError, SpecError, did_you_mean
 from veomni_core.sites.claims import settle_claims
 from veomni_core.sites.model_view import ModelView, view_of
-from veomni_core.sites.site import DividedSiteLocator, EagerSiteLocator, ShardedSiteLocator, Site, SiteLocator
+from veomni_core.sites.site import EagerSiteLocator, Site, SiteLocator
 from veomni_core.sites.walk import named_modules
 
 logger = logging.getLogger(__name__)
@@ -115,7 +114,7 @@ def search(model: nn.Module, registry: Registry | None = None, distributed_confi
             locator = locators.get(rule) or locator_of(rule)  # a locator that can't be made raises here
             found, unknown = _sites_of(rule, locator, view, registry)
             failed += unknown
-            sites += found if view.layout else map(view.placed, found)
+            sites += found
         except (Exception, SystemExit) as error:
             plugin = registry.plugin_of_rule(rule)
             failure = f"site rule {rule.name!r} ({rule.locator}) failed on {type(model).__name__}: "
@@ -149,7 +148,9 @@ def _sites_of(
     every = list(view.found(rule, lambda: locator.find(view.model, rule.name)))
     unknown = [site for site in every if _is_of_an_unknown_op(site, registry)]
     found = [site for site in every if not any(site is each for each in unknown)]
-    return _known_sites_of(found, rule, locator, view, registry), list(_said_of(unknown, registry))
+    placed = [view.placed(_checked(site, rule, registry)) for site in found]
+    divided = [_checked(site, rule, registry) for site in view.divided(rule)]
+    return [*placed, *divided], list(_said_of(unknown, registry))
 
 
 def _is_of_an_unknown_op(site: Any, registry: Registry) -> bool:
@@ -171,19 +172,6 @@ def _said_of(unknown: Iterable[Site], registry: Registry) -> Iterator[str]:
         yield sentence
 
 
-def _known_sites_of(
-    found: Iterable[Any], rule: SiteRule, locator: SiteLocator, view: ModelView, registry: Registry
-) -> list[Site]:
-    sites = [_checked(site, rule, registry) for site in found]
-    if view.layout is None:
-        return sites
-    sites = [_under(site, view.layout, locator) for site in sites]
-    if isinstance(locator, DividedSiteLocator):
-        divided = locator.find_divided(view.model, view.layout, rule.name)
-        sites += [_checked(site, rule, registry) for site in divided]
-    return sites
-
-
 def _checked(site: Any, rule: SiteRule, registry: Registry) -> Site:
     """``site`` with its variant's own name, and declared if a plugin's rule found it.
 
@@ -198,17 +186,6 @@ def _checked(site: Any, rule: SiteRule, registry: Registry) -> Site:
     variant = registry.canonical_variant(site.op_name, site.variant)
     same = variant == site.variant and declared == site.declared
     return site if same else replace(site, variant=variant, declared=declared)
-
-
-def _under(site: Site, layout: EngineLayout, locator: SiteLocator) -> Site:
-    """What ``site``, found on the whole model, is under ``layout``."""
-    site = replace(site, sharding=layout.of(site.path))
-    if site.variant is None or not site.sharding.divides_forward:
-        return site
-    if isinstance(locator, ShardedSiteLocator):
-        return locator.sharded(site, layout)
-    why_not = f"its parameters are divided ({site.sharding}), and the rule {site.rule!r} has no method sharded"
-    return replace(site, variant=None, evidence=why_not, examined=False)
 
 
 def locator_of(rule: SiteRule) -> SiteLocator:
