@@ -37,31 +37,10 @@ _HOME = {
     "tables": ("fit", "render_table"),
 }
 
-__all__ = [
-    "AUTO",
-    "EAGER",
-    "FROZEN",
-    "ON_CHANGE",
-    "TRAINING_LOGITS",
-    "AsJson",
-    "Changes",
-    "Frozen",
-    "FrozenJob",
-    "HardwareName",
-    "JobPath",
-    "at_home",
-    "beside_job",
-    "exit_code",
-    "fit",
-    "frozen_job",
-    "job_file_error",
-    "known_presets",
-    "load_yaml",
-    "parse_yaml",
-    "print_json",
-    "render_table",
-    "shown",
-]
+__all__ = ["AUTO", "EAGER", "FROZEN", "ON_CHANGE", "TRAINING_LOGITS", "AsJson", "Changes", "Frozen"]
+__all__ += ["FrozenJob", "HardwareName", "JobPath", "at_home", "beside_job", "exit_code", "fit"]
+__all__ += ["frozen_job", "job_file_error", "known_presets", "load_yaml", "parse_yaml", "print_json"]
+__all__ += ["render_table", "shown"]
 
 
 def __getattr__(name: str) -> Any:

@@ -39,7 +39,7 @@ def check_fields(
         SpecError: a field holds something else; the message names it.
     """
     owner = owner or f"{type(spec).__name__} {spec.name!r}"
-    for field, default, container, kind in _described(type(spec)):
+    for field, default, container, kind in _described(type(spec)):  # type: ignore[arg-type]
         value = getattr(spec, field)
         if (value is None and default is None) or (field in optional_references and not value):
             continue
