@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from veomni_core.descriptions.kernel_spec import KernelSpec
     from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
     from veomni_core.descriptions.slot import OpSlot
-    from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, JobConditions, ModelRule, ModelViewSpec, SiteRule
+    from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, ModelRule, ModelViewSpec, SiteRule
     from veomni_core.descriptions.suspicion import Suspicion
     from veomni_core.discovery.discover import discover
     from veomni_core.discovery.registry import PluginRecord, Registry
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from veomni_core.sites.site import Site
     from veomni_transformers.build import build_foundation_model
     from veomni_transformers.engine.parallel_plan import get_parallel_plan
+    from veomni_transformers.jobs.job_conditions import JobConditions
     from veomni_transformers.token_logprobs import TokenLogprobs, token_logprobs
 
 # Where each name is, by module.
@@ -45,7 +46,6 @@ _HOME = {
     "veomni_core.descriptions.spec": (
         "CommandSpec",
         "DeviceSpec",
-        "JobConditions",
         "ModelRule",
         "ModelViewSpec",
         "SiteRule",
@@ -62,6 +62,7 @@ _HOME = {
     "veomni_conformance.bound_models.shadow": ("Shadow",),
     "veomni_transformers.build": ("build_foundation_model",),
     "veomni_transformers.engine.parallel_plan": ("get_parallel_plan",),
+    "veomni_transformers.jobs.job_conditions": ("JobConditions",),
     "veomni_transformers.token_logprobs": ("TokenLogprobs", "token_logprobs"),
 }
 

@@ -344,9 +344,9 @@ def _changes(
 ) -> Iterator[tuple[str, str, Change]]:
     """All changes of a binding, each with its module path and its owner."""
     rules = ModelRules(registry)
-    yield from code.watched(rules.before_sites(model, plan, registry))
+    yield from code.watched(rules.changes(model, plan, before_sites=True))
     yield from site_changes(model, plan, registry, kernels, code)
-    yield from code.watched(rules.after_sites(model, plan, registry))
+    yield from code.watched(rules.changes(model, plan, before_sites=False))
     for look in look_when_training_starts(model):
         yield "", "", look
 
@@ -359,9 +359,11 @@ def _make_ready(model: nn.Module, registry: Registry) -> None:
     """Raise if the model can't be bound. Unbind modules that were copied into it from another bound model."""
     _refuse_unbindable(model)
     rules = ModelRules(registry)
-    rules.refuse(model)
+    for rule in rules:
+        rule.refuse(model)
     _release_copies(model)
-    rules.release(model)
+    for rule in rules:
+        rule.release(model)
 
 
 def _refuse_unbindable(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from veomni_core.descriptions.kernel_option import KernelOption, Value
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.descriptions.suspicion import Suspicion
 from veomni_core.errors import ConfigError, KernelLoadError, SpecError, did_you_mean
-from veomni_core.random_states import random_states_kept_while_alone
+from veomni_core.random_states import random_states_kept
 
 EAGER = "eager"
 EXPERT_PARALLEL = "expert_parallel"  # what a site needs of a kernel that runs on one rank's experts
@@ -191,7 +191,7 @@ class KernelSpec:
 
     def _imported(self, reference: str, made: Callable[[Any], Any] = lambda value: value) -> Callable[..., Any]:
         try:
-            with random_states_kept_while_alone():
+            with random_states_kept(only_while_alone=True):
                 function = made(load_attribute(reference))
         except (Exception, SystemExit) as error:
             raise KernelLoadError(f"{self}: {reference} failed: {type(error).__name__}: {error}") from error

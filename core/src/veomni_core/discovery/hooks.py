@@ -12,18 +12,6 @@ import pluggy
 from veomni_core.descriptions import hookspecs
 from veomni_core.errors import SpecError
 
-# The field of a plugin's record that holds what each hook returns.
-_FIELDS = {
-    "veomni_ops": "ops",
-    "veomni_variants": "variants",
-    "veomni_kernels": "kernels",
-    "veomni_devices": "devices",
-    "veomni_sites": "site_rules",
-    "veomni_model_rules": "model_rules",
-    "veomni_model_views": "model_views",
-    "veomni_commands": "commands",
-}
-
 
 def described_by(module: Any) -> dict[str, tuple[Any, ...]]:
     """Call each hook of one plugin, in a separate pluggy manager, so that plugins can't interfere with each other."""
@@ -36,12 +24,12 @@ def described_by(module: Any) -> dict[str, tuple[Any, ...]]:
     except pluggy.PluginValidationError as error:
         raise SpecError(f"{error}. Hooks: {', '.join(hookspecs.DESCRIPTIONS)}") from error
     described = {}
-    for hook, kind in hookspecs.DESCRIPTIONS.items():
+    for hook, (field, kind) in hookspecs.DESCRIPTIONS.items():
         try:
             answers = getattr(manager.hook, hook)()
         except SpecError as error:
             raise SpecError(f"{hook}() of {module.__name__}: {error}") from error
-        described[_FIELDS[hook]] = tuple(item for answer in answers for item in _checked(hook, kind, answer))
+        described[field] = tuple(item for answer in answers for item in _checked(hook, kind, answer))
     return described
 
 
