@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from veomni_core.cli.completion import begin_with
+from veomni_core.cli.output import begin_with
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES
 from veomni_core.descriptions.op_spec import OpSpec
