@@ -113,20 +113,10 @@ class Plan:
         data = json.loads(text)
         kernels = tuple(PlannedKernel.from_dict(kernel) for kernel in data["kernels"])
         specs = {(*kernel.spec.key[:2], kernel.spec.label): kernel.spec for kernel in kernels}
-        return cls(
-            hardware=Hardware(**data["hardware"]),
-            ops=tuple(OpDecision.from_dict(op, specs) for op in data["ops"]),
-            kernels=kernels,
-            assumptions=tuple(data["assumptions"]),
-            failed_rules=tuple(data.get("failed_rules", ())),
-            autocast=data.get("autocast"),
-            training=data.get("training", True),
-            passed_by=tuple(data.get("passed_by", ())),
-            profile=data.get("profile", ""),
-            profile_notes=tuple(data.get("profile_notes", ())),
-            unverified=tuple(data.get("unverified", ())),
-            overrides=data.get("overrides", ""),
-        )
+        hardware, ops = Hardware(**data["hardware"]), tuple(OpDecision.from_dict(op, specs) for op in data["ops"])
+        written = {each.name: data[each.name] for each in fields(cls)[3:] if each.name in data}
+        rest = {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
+        return cls(hardware, ops, kernels, **rest)
 
     @property
     def sha256(self) -> str:
@@ -192,13 +182,15 @@ class Plan:
             columns.remove("asked")
             rows = [(row[0], *row[2:]) for row in rows]
         table = render_table(columns, rows, title)
-        notes = [f"no site for {len(hidden)} other ops; --all lists them"] if hidden else []
-        notes += [f"left out: {failure}" for failure in self.failed_rules]
-        notes += [f"not proven: {what}" for op in self.ops for what in op.left_out]
-        notes += self.profile_notes
-        notes += [f"passed by: {kernel}" for kernel in self.passed_by]
-        notes += [f"as asked: {kernel}" for kernel in self.unverified]
-        notes += _standings(self.kernels)
+        notes = [
+            *([f"no site for {len(hidden)} other ops; --all lists them"] if hidden else []),
+            *(f"left out: {failure}" for failure in self.failed_rules),
+            *(f"not proven: {what}" for op in self.ops for what in op.left_out),
+            *self.profile_notes,
+            *(f"passed by: {kernel}" for kernel in self.passed_by),
+            *(f"as asked: {kernel}" for kernel in self.unverified),
+            *_standings(self.kernels),
+        ]
         if self.overrides:
             notes.append(f"torch's operators in this process: {self.overrides}")
         if self.assumptions:

@@ -145,24 +145,20 @@ def _sites_of(
     rule: SiteRule, locator: SiteLocator, view: ModelView, registry: Registry
 ) -> tuple[list[Site], list[str]]:
     """The sites that the rule found, and a sentence for each op that the model declares and no plugin defines."""
-    every = list(view.found(rule, lambda: locator.find(view.model, rule.name)))
-    unknown = [site for site in every if _is_of_an_unknown_op(site, registry)]
-    found = [site for site in every if not any(site is each for each in unknown)]
+    unknown: dict[str, list[str]] = {}  # modeling code, and not the rule, names an op that no plugin defines
+    found = []
+    for site in view.found(rule, lambda: locator.find(view.model, rule.name)):
+        if isinstance(site, Site) and site.declared and site.op_name not in registry.ops:
+            unknown.setdefault(site.op_name, []).append(site.path or "the model")
+        else:
+            found.append(site)
     placed = [view.placed(_checked(site, rule, registry)) for site in found]
     divided = [_checked(site, rule, registry) for site in view.divided(rule)]
     return [*placed, *divided], list(_said_of(unknown, registry))
 
 
-def _is_of_an_unknown_op(site: Any, registry: Registry) -> bool:
-    """Whether modeling code, and not the rule, names an op that no plugin defines."""
-    return isinstance(site, Site) and site.declared and site.op_name not in registry.ops
-
-
-def _said_of(unknown: Iterable[Site], registry: Registry) -> Iterator[str]:
-    paths: dict[str, list[str]] = {}
-    for site in unknown:
-        paths.setdefault(site.op_name, []).append(site.path or "the model")
-    for op_name, at in paths.items():
+def _said_of(unknown: Mapping[str, list[str]], registry: Registry) -> Iterator[str]:
+    for op_name, at in unknown.items():
         more = f" and {len(at) - 1} more" if len(at) > 1 else ""
         sentence = (
             f"{at[0]}{more}: its code declares the op {op_name!r}, which no installed plugin defines, so it runs its "
