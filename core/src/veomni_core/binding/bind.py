@@ -223,7 +223,8 @@ def bind(
     if isinstance(config, Plan):
         raise BindingError("bind makes the plan itself, from a config; to apply a finished one, call apply_plan")
     ranks = Ranks(agree, group, agreement_timeout)
-    ops = ranks.refused_together(lambda: OpsConfig.of(config, registry))
+    with ranks.refused_together():
+        ops = OpsConfig.of(config, registry)
     settings = _settings(on_change or ops.on_change, training_logits or ops.training_logits)
     device_type = device_type_of(device)
     _make_ready(model, ops.registry)

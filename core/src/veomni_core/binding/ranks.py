@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NoReturn
 
 from veomni_core.descriptions.references import load_from
 from veomni_core.errors import BindingError, LockFileError, LockMismatchError
@@ -12,8 +14,6 @@ from veomni_core.planning.plan import Plan
 
 AGREEMENT_TIMEOUT = 300.0
 _AGREE_ON_PLAN = "veomni_conformance.ranks.agreement:agree_on_plan"
-
-_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,18 @@ class Ranks:
             raise BindingError(f"ranks must agree on the plan, or bind with agree=False; {error}") from error
         return agree_on_plan(make, ranks, self.timeout)  # type: ignore[no-any-return]
 
-    def refused_together(self, make: Callable[[], _Made]) -> _Made:
-        """What ``make`` returns, before the plan. Where a lock file refuses this rank, the ranks that plan are refused.
+    @contextmanager
+    def refused_together(self) -> Iterator[None]:
+        """Before the plan: where a lock file refuses this rank, :meth:`agree_on` raises on those that plan.
 
-        Without that they would wait in :meth:`agree_on` for a plan that never comes.
-
-        Raises:
-            LockFileError, LockMismatchError: raised on this rank; :meth:`agree_on` raises on the others.
+        Without that they would wait for a plan that never comes.
         """
         try:
-            return make()
-        except (LockFileError, LockMismatchError) as error:
-            refusal = error
+            yield
+        except (LockFileError, LockMismatchError) as refusal:
+            self.agree_on(partial(_raise, refusal))
+            raise
 
-        def refuse() -> Plan:
-            raise refusal
 
-        self.agree_on(refuse)
-        raise refusal
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -54,15 +54,6 @@ def bindings_in(module: nn.Module) -> Iterator[BoundClasses]:
     yield from (classes for classes in made if classes is not None and classes.binding is not None)
 
 
-def binding_in(module: nn.Module) -> BoundClasses | None:
-    """The first of :func:`bindings_in`: the binding's owner, whichever transformations are on top of it."""
-    for kind in type(module).__mro__:
-        classes = vars(kind).get(MADE_BY)
-        if classes is not None and classes.binding is not None:
-            return classes  # type: ignore[no-any-return]
-    return None
-
-
 def eager_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The original class beneath the subclasses that bindings made."""
     while EAGER in vars(kind):

@@ -198,13 +198,6 @@ class ClassChange:
         return duplicate
 
 
-class PropertyChange(ClassChange):
-    """Makes the attribute ``name`` of one module read as ``value``, whatever the instance's ``__dict__`` holds."""
-
-    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
-        super().__init__(module, name, property(lambda self: value))
-
-
 class ForwardChange(ClassChange):
     """Replaces the ``forward`` of one module with a function of ``(self, ...)``.
 

@@ -20,8 +20,8 @@ def list_kernels(frozen: Frozen = False, json: AsJson = False) -> None:
         plugins, conflicts = [_plugin(record) for record in registry.plugins], list(registry.describe_conflicts())
         print_json({"plugins": plugins, "conflicts": conflicts, "ops": _ops(registry)})
     else:
-        plugins = [(p.name, str(p), _state(p), str(len(p.kernels) if p.healthy else 0)) for p in registry.plugins]
-        print(render_table(("plugin", "distribution", "state", "kernels"), plugins, "Plugins"))
+        installed = [(p.name, str(p), _state(p), str(len(p.kernels) if p.healthy else 0)) for p in registry.plugins]
+        print(render_table(("plugin", "distribution", "state", "kernels"), installed, "Plugins"))
         ops = _ops(registry)
         for conflict in registry.describe_conflicts():
             print(fit(f"conflict: {conflict}"))

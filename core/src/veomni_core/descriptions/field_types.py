@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from veomni_core.errors import SpecError
 
 _TUPLE = re.compile(r"tuple\[(\w+), \.\.\.\]")
 _MAPPING = re.compile(r"Mapping\[str, (\w+)\]")
+_Spec = TypeVar("_Spec")
 _PLAIN = {"str": str, "int": int, "bool": bool}
 _WANTED = {str: "a string", int: "an integer", bool: "True or False"}
 
@@ -51,6 +52,25 @@ def check_fields(
             _require_mapping(owner, field, value, kind)
         else:
             _require(owner, field, value, kind, filled=field in names, optional=default is None)
+
+
+def from_data(kind: type[_Spec], data: Any) -> _Spec:
+    """The dataclass that ``dataclasses.asdict`` turned into ``data``, which may have been JSON since.
+
+    Raises:
+        SpecError: it is no such mapping.
+    """
+    known = _described(kind)  # type: ignore[arg-type]
+    required = {each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING}  # type: ignore[arg-type]
+    if not isinstance(data, Mapping) or not required <= {*data} <= {field for field, *_ in known}:
+        raise SpecError(f"{kind.__name__}: expected a mapping of {', '.join(each[0] for each in known)}, not {data!r}")
+    values = dict(data)
+    for field, _, container, inner in known:
+        if field in data and is_dataclass(inner):
+            each = data[field]
+            parts = instances_in(kind.__name__, field, each, dict) if container else ()
+            values[field] = tuple(from_data(inner, part) for part in parts) if container else from_data(inner, each)
+    return kind(**values)
 
 
 @cache

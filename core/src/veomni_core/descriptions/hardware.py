@@ -6,12 +6,12 @@ import functools
 import importlib.metadata
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from veomni_core.descriptions.field_types import check_fields, instances_in
+from veomni_core.descriptions.field_types import check_fields, from_data
 from veomni_core.errors import SpecError, UnknownNameError, did_you_mean
 
 ANY_DEVICE = "any"
@@ -166,16 +166,8 @@ class HardwareRequirement:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> HardwareRequirement:
-        """The requirement that ``dataclasses.asdict`` turned into ``data``.
-
-        Raises:
-            SpecError: it is no such mapping.
-        """
-        known = [each.name for each in fields(cls)]
-        if not isinstance(data, Mapping) or any(name not in known for name in data):
-            raise SpecError(f"HardwareRequirement: expected a mapping of {', '.join(known)}, not {data!r}")
-        others = instances_in("HardwareRequirement", "others", data.get("others", ()), dict)
-        return cls(**{**data, "others": tuple(map(cls.from_dict, others))})
+        """The requirement that ``dataclasses.asdict`` turned into ``data``; raises SpecError if it is none."""
+        return from_data(cls, data)
 
     def unmet(self, hardware: Hardware) -> tuple[str, ...]:
         """The requirements that ``hardware`` does not meet, one sentence each; empty if it meets all.

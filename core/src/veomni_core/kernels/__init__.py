@@ -12,9 +12,11 @@ from veomni_core.kernels.autocast import (
     without_autocast,
 )
 from veomni_core.kernels.first_derivatives import first_derivatives_only
-from veomni_core.kernels.labels import IGNORED
 from veomni_core.kernels.memory_layout import ALIGNMENT, aligned, begins_aligned, empty_like_aligned, is_aligned
 from veomni_core.moved_names import moved
+
+# The label of a position that counts in no loss: the default ``ignore_index`` of torch's cross entropy.
+IGNORED = -100
 
 __all__ = [
     "ALIGNMENT",

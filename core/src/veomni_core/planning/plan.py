@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
-from veomni_core.descriptions.kernel_option import KernelOption
+from veomni_core.descriptions.field_types import from_data
+from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.sharding import WHOLE
-from veomni_core.descriptions.suspicion import Suspicion
 from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.tables import fit, render_table
 
@@ -37,16 +35,6 @@ class PlannedKernel:
     distribution: str
     version: str
     standing: str = ""
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> PlannedKernel:
-        """The kernel that ``dataclasses.asdict`` turned into ``data``."""
-        spec = dict(data["spec"])
-        spec["hardware"] = HardwareRequirement.from_dict(spec["hardware"])
-        spec["suspicions"] = tuple(map(Suspicion.from_dict, spec.get("suspicions", ())))
-        spec["options"] = tuple(KernelOption(**option) for option in spec.get("options", ()))
-        spec["settings"] = tuple((name, value) for name, value in spec.get("settings", ()))
-        return cls(KernelSpec(**spec), data["distribution"], data["version"], data.get("standing", ""))
 
 
 @dataclass(frozen=True)
@@ -111,11 +99,13 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """The plan that :meth:`to_json` wrote."""
         data = json.loads(text)
-        kernels = tuple(PlannedKernel.from_dict(kernel) for kernel in data["kernels"])
+        kernels = tuple(from_data(PlannedKernel, kernel) for kernel in data["kernels"])
         specs = {(*kernel.spec.key[:2], kernel.spec.label): kernel.spec for kernel in kernels}
         hardware, ops = Hardware(**data["hardware"]), tuple(OpDecision.from_dict(op, specs) for op in data["ops"])
         written = {each.name: data[each.name] for each in fields(cls)[3:] if each.name in data}
-        rest = {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
+        rest: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in written.items()
+        }
         return cls(hardware, ops, kernels, **rest)
 
     @property

@@ -16,7 +16,6 @@ from veomni_core.descriptions.spec import SiteRule
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError, SpecError, did_you_mean
-from veomni_core.sites.claims import settle_claims
 from veomni_core.sites.model_view import ModelView, view_of
 from veomni_core.sites.site import EagerSiteLocator, Site, SiteLocator
 from veomni_core.sites.walk import named_modules
@@ -129,7 +128,7 @@ def search(model: nn.Module, registry: Registry | None = None, distributed_confi
     sites += view.not_found({*registry.ops} - {site.op_name for site in sites})
     ordered = sorted(sites, key=lambda site: (site.op_name, site.rule, _natural(site.path)))
     by_name = {rule.name: locator for rule, locator in locators.items()}
-    return SearchResult(settle_claims(ordered), tuple(failed), view.description(), by_name)
+    return SearchResult(_settle_claims(ordered), tuple(failed), view.description(), by_name)
 
 
 def _locators(rules: Iterable[SiteRule]) -> dict[SiteRule, SiteLocator]:
@@ -203,3 +202,33 @@ def locator_of(rule: SiteRule) -> SiteLocator:
 def _natural(path: str) -> tuple[Any, ...]:
     """Sorts ``layers.2`` before ``layers.10``."""
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in path.split("."))
+
+
+def _settle_claims(sites: Iterable[Site]) -> tuple[Site, ...]:
+    """``sites``, in which at most one rule per op and module keeps its variant; the other sites get ``variant=None``.
+
+    A proven site takes precedence over declared ones. If several rules have proven the module, or none has, no rule
+    gets it: the model's own code runs there, and the evidence names the rules. A rule that looked at a module and could
+    not prove it says nothing where another rule claims it.
+    """
+    sites = tuple(sites)
+    claims: dict[tuple[str, str], list[Site]] = {}
+    for site in sites:
+        if site.variant is not None:
+            claims.setdefault((site.op_name, site.path), []).append(site)
+    claimed = [(site, claims.get((site.op_name, site.path), [])) for site in sites]
+    return tuple(_settled(site, rivals) for site, rivals in claimed if site.variant is not None or not rivals)
+
+
+def _settled(site: Site, claims: list[Site]) -> Site:
+    rules = {claim.rule for claim in claims}
+    if site.variant is None or len(rules) < 2:
+        return site
+    proven = {claim.rule for claim in claims if not claim.declared}
+    if proven == {site.rule}:
+        return site
+    if len(proven) == 1:
+        why = f"the rule {proven.pop()!r} has proven this module, so it takes precedence"
+        return replace(site, variant=None, evidence=why)
+    named = " and ".join(repr(rule) for rule in sorted(rules))
+    return replace(site, variant=None, evidence=f"the rules {named} both claim this module; leave one of them out")

@@ -132,7 +132,8 @@ def build_foundation_model(
         )
     warn_of_removed_variables(os.environ)
     ranks = Ranks(agree, group, agreement_timeout)
-    ops = ranks.refused_together(lambda: OpsConfig.of(ops_implementation))
+    with ranks.refused_together():
+        ops = OpsConfig.of(ops_implementation)
     if attn_implementation is not None:
         ops = ops.with_value("attn_implementation", attn_implementation)
     if moe_implementation is not None:

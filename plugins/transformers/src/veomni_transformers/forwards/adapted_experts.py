@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from veomni_core.changes.bound_subclass import binding_in, is_bound_by
+from veomni_core.changes.bound_subclass import is_bound_by
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.sites.site import Kernel
 from veomni_ops.lora_samples import LORA
+from veomni_transformers.changes.binding_in import binding_in
 from veomni_transformers.forwards.expert_layouts import ExpertLayout, Forward
 from veomni_transformers.forwards.peft_parameters import (
     ACTIVATE,

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils.generic import ModelOutput
 
-from veomni_core.changes.bound_subclass import binding_in
 from veomni_core.changes.change import setter_of
 from veomni_core.errors import BindingError
+from veomni_transformers.changes.binding_in import binding_in
 from veomni_transformers.forwards.deferred_logits import DeferredLogits, deferred_logits
 from veomni_transformers.forwards.head_call import HeadCall, Kernel
 from veomni_transformers.forwards.traced_logits import TracedLogits, TracedLoss
