@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from veomni_conformance.bound_models.shadow import Shadow
-    from veomni_core.binding.bind import Binding, apply_plan, bind, binding_of
+    from veomni_core.binding.bind import apply_plan, bind
+    from veomni_core.binding.binding import Binding, binding_of
     from veomni_core.binding.receipt import Receipt
     from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
     from veomni_core.descriptions.hookspecs import hookimpl
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 # Where each name is, by module.
 _HOME = {
-    "veomni_core.binding.bind": ("Binding", "apply_plan", "bind", "binding_of"),
+    "veomni_core.binding.bind": ("apply_plan", "bind"),
+    "veomni_core.binding.binding": ("Binding", "binding_of"),
     "veomni_core.binding.receipt": ("Receipt",),
     "veomni_core.descriptions.hardware": ("Hardware", "HardwareRequirement"),
     "veomni_core.descriptions.hookspecs": ("hookimpl",),

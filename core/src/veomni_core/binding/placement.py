@@ -44,12 +44,7 @@ def misplaced(model: nn.Module, plan: Plan) -> str:
         needed = torch_device_type(planned.spec.hardware.chosen_for(plan.hardware).device_type)
         if needed == ANY_DEVICE or needed in here:
             continue
-        paths = [
-            decision.site.path or "the model"
-            for op in plan.ops
-            for decision in op.sites
-            if decision.spec == planned.spec
-        ]
+        paths = [each.site.path or "the model" for each in plan.decisions if each.spec == planned.spec]
         found = " and ".join(sorted(here))
         return (
             f"{planned.spec} at {paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)} runs on {needed}, and the "

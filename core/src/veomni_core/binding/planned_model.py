@@ -42,18 +42,13 @@ def refuse_another_model(model: nn.Module, plan: Plan, registry: Registry) -> No
     )
 
 
-def sites_of(plan: Plan) -> Iterator[Site]:
-    """The sites that ``plan`` decides about."""
-    return (decision.site for op in plan.ops for decision in op.sites)
-
-
 def _differences(plan: Plan, found: tuple[Site, ...], registry: Registry) -> Iterator[str]:
     here: dict[tuple[str, ...], list[Site]] = {}
     for site in found:
         here.setdefault(_place(site), []).append(site)
     eager_too = {rule.name for rule in registry.site_rules if rule.installs_eager}
     planned = {op.op_name for op in plan.ops}
-    for decision in (decision for op in plan.ops for decision in op.sites):
+    for decision in plan.decisions:
         site, there = decision.site, here.pop(_place(decision.site), [])
         match = next((each for each in there if _proven(each, site) == _proven(site, each)), None)
         rest = [each for each in there if each is not (match or next(iter(there), None))]

@@ -160,7 +160,7 @@ class Receipt:
 
 def kernels_line(plan: Plan) -> str:
     """The kernels of ``plan`` in one line: ``rms_norm/standard:torch at 5 sites; 7 sites eager``."""
-    counts = Counter(str(each.spec) if each.bound else EAGER for op in plan.ops for each in op.sites)
+    counts = Counter(str(each.spec) if each.bound else EAGER for each in plan.decisions)
     eager = counts.pop(EAGER, 0)
     kernels = ", ".join(f"{spec} at {_sites(count)}" for spec, count in counts.items()) or "no kernel"
     return f"{kernels}; {_sites(eager)} eager"

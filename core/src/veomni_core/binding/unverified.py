@@ -27,8 +27,8 @@ def refuse_unverified(plan: Plan, registry: Registry) -> None:
     evidence = evidence_on(hardware)
     reasons = []
     for planned, reason in in_question:
-        decisions = [decision for op in plan.ops for decision in op.sites if decision.spec == planned.spec]
-        dtypes = tuple(dict.fromkeys(dtype for decision in decisions for dtype in decision.dtypes))
+        decisions = (each for each in plan.decisions if each.spec == planned.spec)
+        dtypes = tuple(dict.fromkeys(dtype for each in decisions for dtype in each.dtypes))
         why = not_certified(evidence, planned.spec, registry.plugin_of(planned.spec), reason, dtypes)
         reasons += [f"{planned.spec} {why}"] if why else []
     if reasons:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from veomni_core.descriptions.field_types import from_data
 from veomni_core.descriptions.hardware import Hardware
@@ -102,11 +103,14 @@ class Plan:
         kernels = tuple(from_data(PlannedKernel, kernel) for kernel in data["kernels"])
         specs = {(*kernel.spec.key[:2], kernel.spec.label): kernel.spec for kernel in kernels}
         hardware, ops = Hardware(**data["hardware"]), tuple(OpDecision.from_dict(op, specs) for op in data["ops"])
-        written = {each.name: data[each.name] for each in fields(cls)[3:] if each.name in data}
-        rest: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in written.items()
-        }
+        rest: dict[str, Any] = {each.name: data[each.name] for each in fields(cls)[3:] if each.name in data}
+        rest = {name: tuple(value) if isinstance(value, list) else value for name, value in rest.items()}
         return cls(hardware, ops, kernels, **rest)
+
+    @property
+    def decisions(self) -> Iterator[SiteDecision]:
+        """Those of all sites."""
+        return (decision for op in self.ops for decision in op.sites)
 
     @property
     def sha256(self) -> str:

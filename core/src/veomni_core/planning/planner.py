@@ -91,9 +91,8 @@ def make_plan(
     if found.description is None:
         return plan
     installs_eager = {rule.name for rule in config.registry.site_rules if rule.installs_eager}
-    decisions = (decision for op in plan.ops for decision in op.sites)
-    bound = (each.site for each in decisions if each.bound or (each.as_asked and each.site.rule in installs_eager))
-    return replace(plan, proven=ProvenModel(model, found, bound, config.registry))
+    changed = (each for each in plan.decisions if each.bound or (each.as_asked and each.site.rule in installs_eager))
+    return replace(plan, proven=ProvenModel(model, found, (each.site for each in changed), config.registry))
 
 
 def plan_sites(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from veomni_core.binding.bind import binding_of
+from veomni_core.binding.binding import binding_of
 from veomni_core.kernels import IGNORED
 from veomni_ops.token_logprobs import LOGPROBS, check_options
 from veomni_transformers.changes.binding_in import binding_in

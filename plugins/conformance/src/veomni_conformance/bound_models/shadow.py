@@ -18,7 +18,7 @@ from veomni_conformance.bound_models.model_calls import RecordedCall, draw_again
 from veomni_conformance.bound_models.site_comparison import Run, compare
 from veomni_conformance.bound_models.suspension import suspended
 from veomni_conformance.ranks.sentences import sentences_of_all_ranks
-from veomni_core.binding.bind import binding_of
+from veomni_core.binding.binding import binding_of
 from veomni_core.binding.site_changes import owner_of
 from veomni_core.changes.change import Change
 from veomni_core.changes.transformation import transformations_of
