@@ -9,10 +9,10 @@ import torch
 
 from models import build
 from planned_norms import chosen, kernel, plan, reasons, registry, vouching
+from veomni_conformance.given_kernels import definitions
 from veomni_conformance.ledger import Certificate, record
 from veomni_conformance.this_machine import ThisMachine
 from veomni_core import Hardware, OpSpec, Plan, Site, VariantSpec, bind, discover, make_plan
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelLoadError
 

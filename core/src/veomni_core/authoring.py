@@ -16,17 +16,8 @@ from veomni_core.moved_names import moved
 from veomni_core.sites.model_view import ModelView
 from veomni_core.sites.site import EagerSiteLocator, Kernel, Site, SiteLocator
 
-__all__ = [
-    "AttributeChange",
-    "Change",
-    "EagerSiteLocator",
-    "ForwardChange",
-    "Kernel",
-    "ModelView",
-    "Site",
-    "SiteLocator",
-    "WholeModelRule",
-]
+__all__ = ["AttributeChange", "Change", "EagerSiteLocator", "ForwardChange", "Kernel", "ModelView", "Site"]
+__all__ += ["SiteLocator", "WholeModelRule"]
 
 __getattr__ = moved(
     __name__,

@@ -14,8 +14,8 @@ from torch import nn
 import veomni_conformance
 import veomni_core.authoring
 from models import build
+from veomni_conformance.given_kernels import definitions
 from veomni_core import KernelSpec, SiteRule, bind, find_sites
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import SpecError
 from veomni_ops import moe_experts

@@ -119,17 +119,6 @@ def _on_trial(plugins: list[InstalledPlugin], environ: Mapping[str, str]) -> dic
         raise ConfigError(f"{TRIAL_TIMEOUT}={seconds} loads plugins on trial, and {error}") from error
 
 
-def definitions() -> tuple[PluginRecord, ...]:
-    """The core's record and those of the installed ``veomni.definitions``: what a registry of given kernels needs.
-
-    Example:
-        >>> registry = build_registry(definitions(), {})
-        >>> registry.kernels("rms_norm"), registry.op("rms_norm").config_field
-        ((), 'rms_norm_implementation')
-    """
-    return CORE, *(_load(plugin) for plugin in _name_once(installed_plugins()) if plugin.defines)
-
-
 def read_switch(environ: Mapping[str, str], name: str) -> bool:
     """The boolean in the environment variable ``name``; False if it is unset."""
     value = environ.get(name, "").strip().lower()
