@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from veomni_core.cli.output import AsJson, Changes, HardwareName, JobPath, print_json
     from veomni_core.descriptions.kernel_spec import EAGER
     from veomni_core.discovery.lock_guard import FROZEN
-    from veomni_core.jobs.jobfile import at_home, load_yaml, parse_yaml, shown
+    from veomni_core.jobs.jobfile import at_home, load_yaml, parse_yaml
     from veomni_core.planning.choice import AUTO
     from veomni_core.planning.config import ON_CHANGE, TRAINING_LOGITS, known_presets
     from veomni_core.tables import fit, render_table
-    from veomni_transformers.jobs.job_files import beside_job, job_file_error
+    from veomni_transformers.jobs.job_files import beside_job, job_file_error, shown
 
 _HOME = {
     "veomni_core.cli": ("exit_code",),
@@ -32,11 +32,11 @@ _HOME = {
     "veomni_core.cli.output": ("AsJson", "Changes", "HardwareName", "JobPath", "print_json"),
     "veomni_core.descriptions.kernel_spec": ("EAGER",),
     "veomni_core.discovery.lock_guard": ("FROZEN",),
-    "veomni_core.jobs.jobfile": ("at_home", "load_yaml", "parse_yaml", "shown"),
+    "veomni_core.jobs.jobfile": ("at_home", "load_yaml", "parse_yaml"),
     "veomni_core.planning.choice": ("AUTO",),
     "veomni_core.planning.config": ("ON_CHANGE", "TRAINING_LOGITS", "known_presets"),
     "veomni_core.tables": ("fit", "render_table"),
-    "veomni_transformers.jobs.job_files": ("beside_job", "job_file_error"),
+    "veomni_transformers.jobs.job_files": ("beside_job", "job_file_error", "shown"),
 }
 
 __all__ = ["AUTO", "EAGER", "FROZEN", "ON_CHANGE", "TRAINING_LOGITS", "AsJson", "Changes", "Frozen"]

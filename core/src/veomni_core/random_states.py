@@ -17,11 +17,8 @@ Restore = Callable[[], Any]
 def random_states_kept(only_while_alone: bool = False) -> Iterator[None]:
     """Restore the random states of Python, NumPy, torch and the GPUs in use on exit.
 
-    A library that is imported only inside the context is not restored: it had no state before.
-
-    Args:
-        only_while_alone: restore nothing in a process of several threads: what the others drew meanwhile would be drawn
-            again.
+    A library that is imported only inside the context is not restored: it had no state before. With
+    ``only_while_alone``, neither is a process of several threads: what others drew meanwhile would be drawn again.
     """
     restore = [] if only_while_alone and threading.active_count() > 1 else list(_states())
     try:

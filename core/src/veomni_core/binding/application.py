@@ -13,7 +13,6 @@ from veomni_core.binding.model_rules import ModelRules
 from veomni_core.binding.placement import misplaced
 from veomni_core.binding.receipt import Verification
 from veomni_core.binding.site_changes import Kernels, site_changes
-from veomni_core.binding.unverified import refuse_unverified
 from veomni_core.binding.watched_code import WatchedCode, look_when_training_starts
 from veomni_core.changes.bound_classes import run_eager
 from veomni_core.changes.bound_subclass import bindings_in
@@ -22,8 +21,10 @@ from veomni_core.changes.change_set import ChangeSet
 from veomni_core.changes.transformation import transformations_of
 from veomni_core.descriptions.references import load_from
 from veomni_core.discovery.registry import Registry
-from veomni_core.errors import BindingError
+from veomni_core.errors import BindingError, KernelUnavailableError
+from veomni_core.planning.evidence import evidence_on
 from veomni_core.planning.plan import Plan
+from veomni_core.planning.selection import not_certified
 from veomni_core.sites.walk import named_modules
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,32 @@ def put_into(
     binding.apply(_changes(model, plan, registry, kernels, code))
     _warn_of_sites_left_eager(plan)
     return binding
+
+
+def refuse_unverified(plan: Plan, registry: Registry) -> None:
+    """Raise if a kernel that must pass ``veomni verify`` before it is used has not passed it here.
+
+    A plan for this machine has such kernels only where they passed. One for named hardware, or from another machine,
+    does not know.
+
+    Raises:
+        KernelUnavailableError: a kernel has not passed; the message says how to check it.
+    """
+    if not any(planned.spec.digest or planned.spec.suspicions for planned in plan.kernels):
+        return
+    hardware = registry.detect_hardware(plan.hardware.torch_device_type)
+    in_question = [(each, reason) for each in plan.kernels if (reason := each.spec.must_pass_first(hardware))]
+    if not in_question:
+        return
+    evidence = evidence_on(hardware)
+    reasons = []
+    for planned, reason in in_question:
+        decisions = (each for each in plan.decisions if each.spec == planned.spec)
+        dtypes = tuple(dict.fromkeys(dtype for each in decisions for dtype in each.dtypes))
+        why = not_certified(evidence, planned.spec, registry.plugin_of(planned.spec), reason, dtypes)
+        reasons += [f"{planned.spec} {why}"] if why else []
+    if reasons:
+        raise KernelUnavailableError("; ".join(reasons))
 
 
 def _verify_plan() -> Callable[[nn.Module, Plan, Registry, Kernels], Verification]:

@@ -201,10 +201,8 @@ def _warn_of_an_idle_accelerator(plan: Plan, registry: Registry) -> None:
     if plan.hardware.device_type == "cpu" and plan.kernels:
         found = registry.detect_hardware()
         if found.device_type != "cpu":
-            there = found.torch_device_type
-            logger.warning(
+            message = (
                 "the model is on the CPU, so it was bound to kernels of the CPU, and this machine has %s. If the model "
-                "will run there, bind it after it was moved, or pass device=%r; if it stays, pass device='cpu'",
-                found.describe(),
-                there,
+                "will run there, bind it after it was moved, or pass device=%r; if it stays, pass device='cpu'"
             )
+            logger.warning(message, found.describe(), found.torch_device_type)

@@ -64,10 +64,7 @@ class Binding(Transformation):
         return next(filter(None, (change.overridden() for change in outermost)), "")
 
     def changed(self) -> dict[str, str]:
-        found = super().changed()
-        for path, what in self.look_at_code().items():
-            found[path] = f"{found[path]}; {what}" if path in found else what
-        return found
+        return _joined(super().changed(), self.look_at_code())
 
     def look_at_code(self) -> dict[str, str]:
         """By module path, the code that was replaced since bind, and that the proof of a bound site there had read.
@@ -80,8 +77,7 @@ class Binding(Transformation):
         found = self._code.changed()
         if written := dict(self._changes.written()):
             self._code.warn_of_settings(written)
-            found |= {path: f"{found[path]}; {what}" if path in found else what for path, what in written.items()}
-        return found
+        return _joined(found, written)
 
     @property
     def receipt(self) -> Receipt:
@@ -100,6 +96,10 @@ class Binding(Transformation):
             "" if model is None else misplaced(model, self.plan) or planned_elsewhere(model, self.plan),
             dict(self._changes.never_called()),
         )
+
+
+def _joined(reasons: dict[str, str], more: dict[str, str]) -> dict[str, str]:
+    return reasons | {path: f"{reasons[path]}; {what}" if path in reasons else what for path, what in more.items()}
 
 
 def binding_of(model: nn.Module) -> Binding | None:

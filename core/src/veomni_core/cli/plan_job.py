@@ -68,13 +68,8 @@ def _plan_of_sites(job: Path, file: Path, hardware: str | None, registry: Regist
             f"--sites {file} is no plan ({type(error).__name__}: {error}); write one with veomni plan JOB.yaml --json"
         ) from error
     config = OpsConfig.from_yaml(job, registry)
-    return plan_sites(
-        (each.site for each in found.decisions),
-        config,
-        hardware=hardware,
-        autocast=found.autocast,
-        training=found.training,
-    )
+    sites = (each.site for each in found.decisions)
+    return plan_sites(sites, config, hardware=hardware, autocast=found.autocast, training=found.training)
 
 
 def _part(reference: str) -> Any:

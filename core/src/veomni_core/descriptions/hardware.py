@@ -206,13 +206,11 @@ class HardwareRequirement:
             return ()
         if self.device_type != hardware.device_type:
             return (f"needs device type {self.device_type}, this is {hardware.describe()}",)
-        reasons = []
         have, low, high = hardware.compute_capability, self.min_compute_capability, self.max_compute_capability
-        if low is not None and (have is None or have < low):
-            reasons.append(f"needs compute capability >= {show_capability(low)}, {_this_device(hardware)}")
-        if high is not None and (have is None or have > high):
-            reasons.append(f"needs compute capability <= {show_capability(high)}, {_this_device(hardware)}")
-        return tuple(reasons)
+        limits = [(">=", low)] if low is not None and (have is None or have < low) else []
+        limits += [("<=", high)] if high is not None and (have is None or have > high) else []
+        here = _this_device(hardware)
+        return tuple(f"needs compute capability {sign} {show_capability(limit)}, {here}" for sign, limit in limits)
 
 
 def _this_device(hardware: Hardware) -> str:

@@ -48,9 +48,8 @@ class KernelOption:
         if type(self.default) not in _TYPES:
             raise SpecError(f"{owner}: default must be a bool, int, float or str, not {self.default!r}")
         if self.minimum is not None and type(self.default) not in (int, float):
-            raise SpecError(
-                f"{owner}: minimum is for numbers; remove it, or give a number as default, not {self.default!r}"
-            )
+            advice = "remove it, or give a number as default"
+            raise SpecError(f"{owner}: minimum is for numbers; {advice}, not {self.default!r}")
         if self.minimum is not None and type(self.minimum) not in (int, float):
             raise SpecError(f"{owner}: minimum must be a number or None, not {self.minimum!r}")
         try:

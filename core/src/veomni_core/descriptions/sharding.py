@@ -16,12 +16,6 @@ class Sharding:
         fsdp: ranks of FSDP2 (``fully_shard``). Their parameters are whole while a forward runs.
         tp: ranks of tensor parallelism. Each computes with its part of the weights.
         ep: ranks of expert parallelism. Each holds some of the experts, whole.
-
-    Example:
-        >>> str(Sharding(fsdp=4, ep=2)), str(Sharding())
-        ('FSDP2 over 4, experts over 2', 'whole')
-        >>> Sharding(tp=2).divides_forward, Sharding(fsdp=8).divides_forward
-        (True, False)
     """
 
     fsdp: int = 1

@@ -23,7 +23,7 @@ from veomni_core.descriptions.references import load_from
 from veomni_core.discovery.conflicts import CORE, claimed_twice, settle
 from veomni_core.discovery.hooks import described_by
 from veomni_core.discovery.installed_plugins import InstalledPlugin, installed_plugins
-from veomni_core.discovery.lock_guard import lock_guard
+from veomni_core.discovery.lock_guard import FROZEN, lock_reader
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
 from veomni_core.errors import ConfigError, PluginLoadError, SpecError, UnknownNameError, did_you_mean
 
@@ -73,7 +73,7 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
     """
     environ = os.environ if environ is None else environ
     strict = read_switch(environ, "VEOMNI_PLUGINS_STRICT")
-    guard = lock_guard(environ)
+    guard = (of := lock_reader(environ, "locked:Guard")) and of(environ[FROZEN].strip())
     if guard:
         guard.refuse_changed_files()
     described = describe(environ)

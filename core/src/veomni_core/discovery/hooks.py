@@ -55,11 +55,8 @@ def _check_api_versions(module: Any) -> None:
         )
     if pair[1] < here[0] or pair[0] > here[-1]:
         said = f"version {declared!r}" if pair[0] == pair[1] else f"versions {pair[0]} to {pair[1]}"
-        remedy = (
-            "Install a newer version of the plugin, or an older veomni-core"
-            if pair[1] < here[0]
-            else "Upgrade veomni-core, or install an older version of the plugin"
-        )
+        newer, older = "Install a newer version of the plugin, or an older", "or install an older version of the plugin"
+        remedy = f"{newer} veomni-core" if pair[1] < here[0] else f"Upgrade veomni-core, {older}"
         raise SpecError(f"{module.__name__} has plugin API {said}; this core supports {supported}. {remedy}")
 
 

@@ -182,10 +182,8 @@ class Registry:
             return None
         for (op_name, variant, kernel_name), claimants in self.conflicts.items():
             if (op_name, kernel_name) == (op, name):
-                return (
-                    f"{name} for {variant} is claimed by {' and '.join(claimants)}; block all but one of them "
-                    "with VEOMNI_PLUGINS_BLOCK"
-                )
+                who = " and ".join(claimants)
+                return f"{name} for {variant} is claimed by {who}; block all but one of them with VEOMNI_PLUGINS_BLOCK"
         for plugin in self.plugins:
             if not plugin.healthy and any((spec.op_name, spec.name) == (op, name) for spec in plugin.kernels):
                 return f"{name} is provided by {plugin}, which {plugin.absence}"

@@ -16,18 +16,7 @@ _ORDER = "TORCH_PYTHON_NATIVE_USER_GRAPH_ORDER_FN"
 
 
 def changed_overrides() -> str:
-    """What this process has changed of torch's own choice, as phrases; empty if nothing. Doesn't import torch.
-
-    Example:
-        >>> import torch.backends.python_native as native
-        >>> changed_overrides()
-        ''
-        >>> with native.operations_disabled("topk"):
-        ...     changed_overrides()
-        'without topk'
-        >>> changed_overrides()
-        ''
-    """
+    """What this process has changed of torch's own choice, as phrases; empty if nothing. Doesn't import torch."""
     return ", ".join(_changes(sys.modules.get("torch._native.registry")))
 
 

@@ -12,12 +12,7 @@ import yaml
 from veomni_core.errors import JobFileError
 
 _MOST_VALUES = 1_000_000  # that a file may stand for, once its aliases are followed
-_NO_VALUE = (
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-)  # what PyYAML's constructors raise of a date, a number, ...
+_NO_VALUE = (ValueError, TypeError, KeyError, AttributeError)  # PyYAML's constructors raise them of a date, a number, …
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -39,9 +34,8 @@ class _StrictLoader(yaml.SafeLoader):
             kind = node.tag.rpartition(":")[2]
             raise _problem(f"{str(node.value)[:60]!r} can't be read as {kind}: {error!r}"[:300], node) from None
         if isinstance(value, int) and abs(value) >= 2**64:
-            raise _problem(
-                "this number has more than 64 bits; write it with a point if it needs no digit of them", node
-            )
+            advice = "write it with a point if it needs no digit of them"
+            raise _problem(f"this number has more than 64 bits; {advice}", node)
         if isinstance(value, str) and not _can_be_encoded(value):
             raise _problem(f"{value!r} holds half of a surrogate pair, which is no character", node)
         return value
@@ -125,15 +119,6 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         found = "is empty" if value is None else f"holds a {type(value).__name__}"
         raise JobFileError(f"{path}: a job file is a mapping of sections such as model, data and train; this {found}")
     return value
-
-
-def shown(value: Any) -> str:
-    """A value and its type, with the type's name in YAML: ``3 (integer)``."""
-    names = {bool: "true/false", int: "integer", float: "number", str: "text", list: "list", dict: "mapping"}
-    if value is None:
-        return "nothing"
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({names.get(type(value), type(value).__name__)})"
 
 
 def at_home(name: str | Path) -> Path:

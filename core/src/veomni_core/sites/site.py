@@ -125,27 +125,23 @@ class EagerSiteLocator(SiteLocator, Protocol):
     Example:
         >>> from torch import nn
         >>> from veomni_core.authoring import AttributeChange, ForwardChange
-        >>> class Gelu(nn.Module):
-        ...     implementation = "compiled"  # what its model is set to
         >>> class Gelus:
         ...     def find(self, model, rule):
-        ...         for path, module in model.named_modules():
-        ...             if isinstance(module, Gelu):
-        ...                 yield Site("gelu", path, rule, "tanh", "its class says so", own=module.implementation)
+        ...         yield Site("gelu", "0", rule, "tanh", "its class says so", own=model[0].implementation)
         ...
         ...     def install(self, model, site, kernel, spec):
-        ...         yield ForwardChange(model.get_submodule(site.path), lambda self, input: kernel(input))
+        ...         yield ForwardChange(model[0], lambda self, input: kernel(input))
         ...
         ...     def install_eager(self, model, site):
-        ...         yield AttributeChange(model.get_submodule(site.path), "implementation", "eager")
+        ...         yield AttributeChange(model[0], "implementation", "eager")
         >>> isinstance(Gelus(), EagerSiteLocator)  # so a SiteRule of it may say installs_eager=True
         True
-        >>> model = nn.Sequential(Gelu())
-        >>> [site] = Gelus().find(model, "GELU modules")
-        >>> [change] = Gelus().install_eager(model, site)
+        >>> model = nn.Sequential(nn.GELU())
+        >>> model[0].implementation = "compiled"  # what the model is set to
+        >>> [change] = Gelus().install_eager(model, next(Gelus().find(model, "GELU modules")))
         >>> change.apply()
-        >>> site.own, model[0].implementation
-        ('compiled', 'eager')
+        >>> model[0].implementation
+        'eager'
     """
 
     def install_eager(self, model: Any, site: Site) -> Iterable[Change]:

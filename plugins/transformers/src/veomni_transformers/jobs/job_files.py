@@ -1,4 +1,4 @@
-"""The files that a job names, and one error for all that is wrong in a job file."""
+"""The files that a job names, and what errors say of a job file: its values, and all that is wrong in it at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import glob
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from veomni_core.errors import JobFileError
 from veomni_core.jobs.jobfile import at_home
@@ -31,3 +32,12 @@ def beside_job(name: str, folder: Path) -> str:
         return name
     candidates = [str(base / at_home(name)) for base in (folder.absolute(), Path.cwd())]
     return next((path for path in candidates if os.path.lexists(path) or any(glob.iglob(path, recursive=True))), name)
+
+
+def shown(value: Any) -> str:
+    """A value and its type, with the type's name in YAML: ``3 (integer)``."""
+    names = {bool: "true/false", int: "integer", float: "number", str: "text", list: "list", dict: "mapping"}
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({names.get(type(value), type(value).__name__)})"
