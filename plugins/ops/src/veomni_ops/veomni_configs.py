@@ -17,7 +17,14 @@ _FOR_SINGLE_MODELS = {
 
 
 def only_veomnis(field: object) -> str:
-    """What to do about a field that VeOmni has and no op here; empty for any other name."""
+    """What to do about a field that VeOmni has and no op here; empty for any other name.
+
+    Example:
+        >>> only_veomnis("mhc_implementation")
+        'In VeOmni it chooses manifold-constrained hyper-connections; no op is here for that, so leave it out'
+        >>> only_veomnis("rms_norm_implementation")
+        ''
+    """
     chosen = _FOR_SINGLE_MODELS.get(str(field))
     return f"In VeOmni it chooses {chosen}; no op is here for that, so leave it out" if chosen else ""
 
@@ -26,6 +33,15 @@ def warn_without_preset(choices: Iterable[Choice], ops: Mapping[str, OpSpec]) ->
     """Warn if a config without a preset was written for VeOmni: it has old values, or all of VeOmni's fields.
 
     VeOmni filled the fields that a job leaves out with its own defaults, which are ``preset: gpu`` here.
+
+    Args:
+        choices: the config's choices for all of ``ops``.
+        ops: the registered ops, by name.
+
+    Example:
+        >>> from veomni_core import OpsConfig
+        >>> config = OpsConfig.from_dict({"preset": "auto"})
+        >>> warn_without_preset(config.choices.values(), config.registry.ops)  # nothing in it is VeOmni's
     """
     choices = list(choices)
     written = {choice.op_name: choice.asked for choice in choices if choice.written}
