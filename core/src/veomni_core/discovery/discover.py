@@ -73,7 +73,8 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
     """
     environ = os.environ if environ is None else environ
     strict = read_switch(environ, "VEOMNI_PLUGINS_STRICT")
-    guard = (of := lock_reader(environ, "locked:Guard")) and of(environ[FROZEN].strip())
+    make_guard = lock_reader(environ, "locked:Guard")
+    guard = make_guard(environ[FROZEN].strip()) if make_guard else None
     if guard:
         guard.refuse_changed_files()
     described = describe(environ)

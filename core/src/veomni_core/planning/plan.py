@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def decisions(self) -> Iterator[SiteDecision]:
-        """Those of all sites."""
+        """The decisions about all sites, op by op."""
         return (decision for op in self.ops for decision in op.sites)
 
     @property
