@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import ChainMap
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
@@ -76,13 +77,14 @@ def from_data(kind: type[_Spec], data: Any) -> _Spec:
 @cache
 def _described(kind: type) -> tuple[tuple[str, Any, str, type], ...]:
     """Of each field of the dataclass ``kind``: its name, its default, what contains the values, and their class."""
+    known = ChainMap(*(vars(sys.modules[each.__module__]) for each in kind.__mro__[:-1]))  # subclasses may be of others
     found = []
     for each in fields(kind):
         annotation = str(each.type).removesuffix(" | None")
         match = _TUPLE.fullmatch(annotation) or _MAPPING.fullmatch(annotation)
         container = "" if match is None else "tuple" if match.re is _TUPLE else "mapping"
         name = match[1] if match else annotation
-        named = _PLAIN.get(name) or getattr(sys.modules[kind.__module__], name, object)
+        named = _PLAIN.get(name) or known.get(name, object)
         found.append((each.name, each.default, container, named if isinstance(named, type) else object))
     return tuple(found)
 
