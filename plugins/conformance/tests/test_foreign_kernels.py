@@ -11,8 +11,8 @@ from veomni_conformance.cli import verify as command
 from veomni_conformance.cli.verify_processes import CONTRACT, FAILED, OK, Row
 from veomni_conformance.ledger import read_ledger
 from veomni_core import Hardware, Site
-from veomni_tools.cli import explain as explain_command
 from veomni_core.errors import KernelUnavailableError, SpecError
+from veomni_tools.cli import explain as explain_command
 
 CPU = Hardware.cpu()
 NORM = Site("rms_norm", "layers.0.norm", "norm modules", "standard", "proven", "bfloat16")
