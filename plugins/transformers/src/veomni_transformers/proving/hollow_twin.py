@@ -34,7 +34,8 @@ def hollow_twin(module: nn.Module) -> nn.Module:
         twin._buffers[name] = None if buffer is None else _buffer(name, buffer)
     for name, child in module._modules.items():
         twin._modules[name] = None if child is None else hollow_twin(child)
-    if isinstance(width := getattr(module, "out_features", None), int):
+    own = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward  # Llama 4's router
+    if not own and isinstance(width := getattr(module, "out_features", None), int):
         vars(twin)["forward"] = partial(_linear, width)
     elif type(module) in _CONVOLUTIONS:
         vars(twin)["forward"] = partial(_shape_alone, twin)
