@@ -7,7 +7,8 @@ import torch
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 from transformers.models.siglip import modeling_siglip
 
-from tiny_multimodal import CONFIGS, tiny
+from tiny_multimodal import CONFIGS
+from tiny_multimodal import tiny_model as tiny
 from veomni_transformers.attention.locator import AttentionInterface
 from veomni_transformers.proving.functions import with_globals
 

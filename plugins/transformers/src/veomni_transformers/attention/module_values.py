@@ -73,7 +73,7 @@ def _difference(module: nn.Module, eager: ModuleRun, other: ModuleRun, at_first:
     found, wanted = results[1], results[0]
     if not probe.close(found, wanted):
         return f"its own forward gives values that miss eager's by {probe.largest_miss(found, wanted):.1%}", True
-    leaves = [each for each in (*drawn.values(), *duplicate.parameters()) if each.requires_grad]
+    leaves = [each for each in drawn.values() if each.requires_grad]
     if not probe.gradients_close(found, wanted, leaves):
         return "its own forward gives other gradients than eager's", True
     return "", True
@@ -139,13 +139,14 @@ def _random(value: Any, place: Hashable, drawn: dict[Hashable, Tensor]) -> Any:
 
 
 def _random_copy(module: nn.Module, path: str) -> nn.Module:
+    if type(module).forward is nn.Linear.forward:
+        return _Gathering(module)
     duplicate = probe.bare_copy(module)
     for name, value in module._parameters.items():
         if value is not None:
-            width = value.shape[-1] if value.dim() > 1 else 1
-            made = probe.random(*value.shape, scale=width**-0.5)
-            # Gradients are compared where they leave the module, and not for each of a linear's millions of weights.
-            duplicate._parameters[name] = nn.Parameter(made, requires_grad=value.dim() < 2)
+            # Gradients are compared where they leave the module; a bias of keys has one of rounding alone.
+            made = probe.random(*value.shape, scale=(value.shape[-1] if value.dim() > 1 else 1) ** -0.5)
+            duplicate._parameters[name] = nn.Parameter(made, requires_grad=False)
     for name, buffer in module._buffers.items():
         if buffer is not None:
             floating = buffer.is_floating_point()
@@ -154,6 +155,20 @@ def _random_copy(module: nn.Module, path: str) -> nn.Module:
     for name, child in module._modules.items():
         duplicate._modules[name] = None if child is None else _random_copy(child, f"{path}.{name}")
     return duplicate.eval() if not path else duplicate
+
+
+class _Gathering(nn.Module):
+    """A linear whose every output is one of its inputs times a random number: as good for a comparison as any other."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        out, width = linear.weight.shape
+        self.in_features, self.out_features = width, out
+        self._inputs = torch.randint(width, (out,), generator=probe.generator())
+        self._factors = probe.random(out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.index_select(-1, self._inputs) * self._factors
 
 
 def _weights(module: nn.Module) -> int:

@@ -115,11 +115,12 @@ class TracedModel:
         best = Trace(None, why_it_ended=NOTHING_FITS, of_tower=not root.of_words)
         for inputs in islice(_forms(module, root, padded), _MOST_FORMS):
             trace = self._call(module, root, inputs, frozenset(), interface)
-            if not best.calls or (best.why_it_ended and len(trace.reached) > len(best.reached)):
+            complete = bool(trace.calls) and not trace.why_it_ended
+            if complete or not best.calls or len(trace.reached) > len(best.reached):
                 best = trace
                 self._ran_for_eager[root, padded] = inputs, self._repeated.ran
-            if trace.calls and not trace.why_it_ended:
-                return trace
+            if complete:
+                break
         return best
 
     def _call(self, module: Any, root: Root, inputs: dict[str, Any], ran: frozenset[str], interface: str) -> Trace:
@@ -243,6 +244,7 @@ def _words(module: Any, padded: bool, crossing: bool) -> dict[str, Any]:
         known[name] = ZERO.expand(BATCH, LENGTH, config.hidden_size)
     if crossing:
         known |= dict.fromkeys(_CROSSED, ZERO.expand(BATCH, _DECODER_LENGTH, config.hidden_size))
+        known["cross_attention_mask"] = torch.zeros(BATCH, 1, LENGTH, _DECODER_LENGTH, dtype=ZERO.dtype)
     return {
         name: value for name, value in known.items() if name in parameters or (name == "use_cache" and _open(module))
     }

@@ -83,4 +83,10 @@ class LinearsOfZeros(TorchFunctionMode):
             x, weight = (args[n] if len(args) > n else kwargs[name] for n, name in enumerate(("input", "weight")))
             if weight.dim() == 2 and not any(weight.stride()):
                 return _zeros_like(x, *x.shape[:-1], weight.shape[0])
+        if func is Tensor.__setitem__ and _has_no_memory(args[0]):  # zeros are zeros, wherever a mask sets some
+            return None
         return func(*args, **kwargs)
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
