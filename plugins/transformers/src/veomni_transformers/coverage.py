@@ -160,9 +160,12 @@ def _built(kind: str, config: Any) -> Any:
     build = made.from_config if auto is not None else made._from_config
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
-    if isinstance(heads, int) and isinstance(getattr(text, "head_dim", None), int | None) and hasattr(text, "hidden_size"):
-        if (getattr(text, "head_dim", None) or text.hidden_size // heads) % 2:
-            text.head_dim = 128
+    if (
+        isinstance(heads, int)
+        and isinstance(getattr(text, "head_dim", None), int | None)
+        and hasattr(text, "hidden_size")
+    ) and (getattr(text, "head_dim", None) or text.hidden_size // heads) % 2:
+        text.head_dim = 128
     if "sliding_attention" in (getattr(text, "layer_types", None) or ()) and getattr(text, "sliding_window", 1) is None:
         text.sliding_window = 512
     with torch.device("meta"):

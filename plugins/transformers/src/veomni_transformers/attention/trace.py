@@ -169,7 +169,9 @@ class _Recorder:
         if rest:
             raise TypeError(f"its attention function is given {len(rest)} positional arguments after the mask")
         if self._model.interface == EAGER and not _is_dense(attention_mask, query, key):
-            raise TypeError(f"its eager attention is given a mask {tuple(attention_mask.shape)} of {attention_mask.dtype}")
+            raise TypeError(
+                f"its eager attention is given a mask {tuple(attention_mask.shape)} of {attention_mask.dtype}"
+            )
         heads = (query, key, value)
         self._model.record(AttentionCall(self._path, module, self.eager, heads, attention_mask, kw))
         batch, count, length, _ = query.shape
@@ -323,5 +325,7 @@ def _features(model: nn.Module) -> Iterator[Root]:
         if callable(getattr(type(module), name, None))
     ]
     for path, name in having:
-        if not any(name == other and inner != path and inner.startswith(f"{path}.".lstrip(".")) for inner, other in having):
+        if not any(
+            name == other and inner != path and inner.startswith(f"{path}.".lstrip(".")) for inner, other in having
+        ):
             yield Root(path, name, of_words=False)
