@@ -40,13 +40,14 @@ class OpCoverage:
 
     Attributes:
         found: the number of sites.
-        proven: the sites whose variant is known.
+        proven: the sites whose variant is known, by a proof or by declaration.
         refused: the sites whose code was run and computes something else than every known variant.
         bound: the sites that get a kernel.
         variants: the variants that were found.
         unproven: the evidence on the refused sites: how their code differs.
         unexamined: why the probe could not run the remaining sites. What they compute is not known.
         left_eager: why sites with a known variant get no kernel.
+        declared: why sites of those with a known variant are declared alone, each reason once.
     """
 
     op_name: str
@@ -58,6 +59,7 @@ class OpCoverage:
     unproven: tuple[str, ...]
     unexamined: tuple[str, ...]
     left_eager: tuple[str, ...]
+    declared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ def _cover(kind: str, model_type: str, config: OpsConfig) -> ModelCoverage:
                     unproven=_evidence(model, (s for s in found if s.variant is None and _examined(s))),
                     unexamined=_evidence(model, (s for s in found if s.variant is None and not _examined(s))),
                     left_eager=tuple(sorted(eager)),
+                    declared=_evidence(model, (s for s in found if s.declared)),
                 )
             )
     mixing = mixing_layers(model, plan.ops, config.registry)
