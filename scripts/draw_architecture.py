@@ -33,10 +33,11 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Kernels": ("kernels/",),
     "Descriptions": ("descriptions/",),
     "Jobs": ("jobs/",),
-    "Foundations": ("errors", "tables", "random_states", "synonyms"),
+    "Foundations": ("errors", "moved_names", "tables", "random_states"),
 }
 
-MOVED = {*veomni_core._ELSEWHERE, "OpsImplementationConfig"}
+_OTHERS = (names for module, names in veomni_core._HOME.items() if not module.startswith("veomni_core."))
+MOVED = {*(name for names in _OTHERS for name in names), "OpsImplementationConfig"}
 Arrows = dict[str, set[str]]
 
 
@@ -48,7 +49,9 @@ def core_modules() -> set[str]:
 
 def public_names() -> dict[str, str]:
     """The module at the top of veomni_core from which each name of ``from veomni_core import name`` comes."""
-    return {name: module.partition(".")[0] for name, module in veomni_core._HOME.items()}
+    homes = (module.split(".") for module in veomni_core._HOME)
+    homes = ((parts[1], veomni_core._HOME[".".join(parts)]) for parts in homes if parts[0] == "veomni_core")
+    return {name: home for home, names in homes for name in names}
 
 
 def arrows(grouped: Mapping[str, tuple[str, ...]]) -> Arrows:

@@ -64,9 +64,13 @@ def of_module(module: str) -> Iterator[str]:
 
 
 def _names(tree: ast.Module) -> list[str]:
+    listed = []
     for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return [str(each) for each in ast.literal_eval(node.value)]
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(node, ast.Assign | ast.AugAssign) and target and ast.unparse(target) == "__all__":
+            listed += [str(each) for each in ast.literal_eval(node.value)]
+    if listed:
+        return listed
     defined = [node.name for node in tree.body if isinstance(node, Definition)]
     return [name for name in defined if not name.startswith("_")]
 

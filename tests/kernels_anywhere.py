@@ -7,8 +7,8 @@ from types import ModuleType
 
 import torch
 
+from veomni_conformance.given_kernels import definitions
 from veomni_core import HardwareRequirement
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

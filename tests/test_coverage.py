@@ -15,9 +15,10 @@ import torch
 from typer.testing import CliRunner
 
 from coverage_page import COMMAND, coverage_page
+from veomni_conformance.given_kernels import definitions
 from veomni_core import SiteRule
 from veomni_core.cli.app import build_app
-from veomni_core.discovery.discover import definitions, discover
+from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import UnknownNameError
 from veomni_transformers.coverage import claims, cover, model_types

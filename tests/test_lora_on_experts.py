@@ -26,8 +26,8 @@ from adapted_experts import (
     largest_allocation,
     step,
 )
+from veomni_conformance.given_kernels import definitions
 from veomni_core import Shadow, bind
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_torch.plugin import veomni_kernels
 

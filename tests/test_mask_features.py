@@ -10,8 +10,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models import build, tokens
+from veomni_conformance.given_kernels import definitions
 from veomni_core import KernelSpec, bind
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelLoadError
 from veomni_flash_attn import plugin as flash_attn

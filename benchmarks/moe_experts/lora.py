@@ -39,8 +39,8 @@ from benchmarks.shared.in_processes import Calls, figures, leaf, measured_in_pro
 from benchmarks.shared.measuring import drop_gradients, seconds_in_turns
 from benchmarks.shared.memory import peak_bytes
 from benchmarks.shared.results import machine, write_results
+from veomni_conformance.given_kernels import definitions
 from veomni_core import KernelSpec, bind
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
 from veomni_ops.moe_experts import standard as reference
 from veomni_torch import moe_experts

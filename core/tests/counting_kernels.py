@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from planned_norms import vouching
+from veomni_conformance.given_kernels import definitions
 from veomni_core import KernelSpec
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
 from veomni_ops.catalog import OPS
 from veomni_ops.contract import contract_for

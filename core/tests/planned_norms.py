@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
+from veomni_conformance.given_kernels import definitions
 from veomni_core import HardwareRequirement, KernelSpec, OpsConfig, Site, plan_sites
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 
 NORMS = tuple(

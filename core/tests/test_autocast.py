@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from veomni_core.kernels import as_softmax_takes, autocast_dtype, cast_as_autocast, product_operands
+from veomni_core.kernels import autocast_dtype, cast_as_autocast, product_operands
+from veomni_ops.router_softmax import as_softmax_takes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -13,8 +13,8 @@ from torch import nn
 import counting_kernels
 from counting_kernels import calls, counting_registry
 from models import EVERY_KERNEL, FAMILIES, assert_equal_steps, assert_same_bits, build, step
+from veomni_conformance.given_kernels import definitions
 from veomni_core import KernelSpec, OpsConfig, apply_plan, bind, binding_of, make_plan
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import BindingError, ConformanceError, KernelLoadError, UnknownNameError
 from veomni_ops import rms_norm

@@ -12,10 +12,11 @@ from torch import nn
 
 from scaled_modules import Scale, X, bound, plus_one, times, value
 from veomni_core.changes.bound_subclass import eager_class
-from veomni_core.changes.change import AttributeChange, ForwardChange, PropertyChange
+from veomni_core.changes.change import AttributeChange, ForwardChange
 from veomni_core.changes.change_set import ChangeSet
 from veomni_core.errors import BindingError, SiteChangedError, SpecError
 from veomni_transformers.changes.guard_change import GuardChange
+from veomni_transformers.changes.property_change import PropertyChange
 
 
 def test_a_bound_module_keeps_its_class_s_name_and_undo_gives_the_class_back():

@@ -19,8 +19,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models import assert_same_bits, build, step, tokens
+from veomni_conformance.given_kernels import definitions
 from veomni_core import KernelSpec, bind, binding_of, find_sites
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from veomni_conformance.given_kernels import definitions
 from veomni_core import bind, discover, find_sites, make_plan
 from veomni_core.discovery.conflicts import settle
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import BindingError, ConfigError, SpecError, UnknownNameError
 from veomni_core.sites.model_view import ModelView, view_of

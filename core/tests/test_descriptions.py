@@ -232,3 +232,9 @@ def test_positional_arguments_of_an_op_are_taken_with_a_warning():
     with pytest.warns(FutureWarning, match="OpSpec takes its arguments by keyword"):
         op = OpSpec("new_op", ("a",), "new_op_implementation", contract="m:C")
     assert op == OpSpec(name="new_op", variants=("a",), config_field="new_op_implementation", contract="m:C")
+
+
+def test_a_spec_of_a_plugins_own_class_is_checked_too():
+    own = type("OwnSpec", (KernelSpec,), {"__module__": __name__})
+    with pytest.raises(SpecError, match="suspicions must be a Suspicion, not 'hopper'"):
+        own("acme", "rms_norm", "standard", "acme:kernel", suspicions=("hopper",))

@@ -188,3 +188,36 @@ def test_ranks_of_a_group_agree_among_themselves():
     assert [output.splitlines()[0] for output in outputs] == ["5", "5", "7"]
     assert [output.splitlines()[1] for output in outputs] == ["BindingError"] * 3
     assert [output.splitlines()[2] for output in outputs] == ["True True"] * 3
+
+
+@pytest.mark.thorough
+def test_ranks_that_nothing_compares_do_not_bind_by_themselves():
+    outputs = run_ranks(
+        """
+        import sys
+        from models import build
+        from counting_kernels import counting_registry
+        from veomni_core import bind, binding_of
+        from veomni_core.errors import BindingError
+
+        class Absent:
+            @staticmethod
+            def find_spec(name, *_):
+                if name == "veomni_conformance":
+                    raise ModuleNotFoundError(name, name=name)
+
+        sys.meta_path.insert(0, Absent)
+        for name in [each for each in sys.modules if each.startswith("veomni_conformance")]:
+            del sys.modules[name]
+        model, registry = build("llama"), counting_registry("one")
+        config = {"preset": "eager", "rms_norm_implementation": "one"}
+        try:
+            bind(model, config, registry=registry)
+        except BindingError as error:
+            print(error)
+        assert binding_of(model) is None
+        assert bind(model, config, registry=registry, agree=False).active
+        """
+    )
+    for output in outputs:
+        assert output.startswith("ranks must agree on the plan, or bind with agree=False; veomni-conformance is not")

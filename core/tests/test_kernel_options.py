@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 from models import assert_equal_steps, build, step
+from veomni_conformance.given_kernels import definitions
 from veomni_core import KernelOption, KernelSpec, OpsConfig, Plan, bind, make_plan
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import ConfigError, KernelLoadError, KernelUnavailableError, SpecError, UnknownNameError
 from veomni_ops import attention, rms_norm

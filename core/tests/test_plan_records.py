@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from planned_norms import NORMS, UNPROVEN, kernel, plan, registry
+from veomni_conformance.given_kernels import definitions
 from veomni_core import Hardware, HardwareRequirement, Plan
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from veomni_conformance.cli.names import check_device
+from veomni_conformance.cli.names import check_device, find_op
 from veomni_core import Hardware, OpsConfig, discover
 from veomni_core.cli.app import build_app
-from veomni_core.cli.names import find_op
 from veomni_core.errors import UnknownNameError, did_you_mean, suggest
-from veomni_core.synonyms import SYNONYMS
+from veomni_ops.synonyms import SYNONYMS
 
 FLASH = "'flash_attention_2', 'flash_attention_3' or 'flash_attention_4'"
 

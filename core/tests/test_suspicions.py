@@ -10,7 +10,7 @@ from planned_norms import chosen, kernel, plan, reasons, registry
 from veomni_conformance.cli import verify as command
 from veomni_conformance.cli.verify_processes import EXPECTED, FAILED, OK, Row
 from veomni_core import Hardware, HardwareRequirement, Plan, Site, Suspicion
-from veomni_core.binding.unverified import refuse_unverified
+from veomni_core.binding.application import refuse_unverified
 from veomni_core.errors import KernelUnavailableError, SpecError
 
 CPU, HERE = Hardware.cpu(), Hardware("cuda", 90, name="NVIDIA H200", detected=True)

@@ -10,8 +10,8 @@ import torch
 from counting_kernels import calls, counting_registry
 from models import build, step
 from planned_norms import vouching
+from veomni_conformance.given_kernels import definitions
 from veomni_core import KernelSpec, OpsConfig, Plan, Site, apply_plan, bind, make_plan, plan_sites
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError, UnknownNameError
 

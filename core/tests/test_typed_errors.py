@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from veomni_core import HardwareRequirement, KernelOption, KernelSpec, OpsConfig, discover
+from veomni_core.commands import beside_job
 from veomni_core.errors import (
     ConfigError,
     HostError,
@@ -18,7 +19,7 @@ from veomni_core.errors import (
     SpecError,
     UnknownNameError,
 )
-from veomni_core.jobs.jobfile import beside_job, load_yaml, parse_yaml
+from veomni_core.jobs.jobfile import load_yaml, parse_yaml
 from veomni_tools.locks.locked import installed
 from veomni_transformers.jobs.model_config import load_model_config
 

@@ -28,7 +28,7 @@ def page() -> str:
 
 
 def _section(hook: str) -> Iterator[str]:
-    description = hookspecs.DESCRIPTIONS[hook]
+    _, description = hookspecs.DESCRIPTIONS[hook]
     yield f"## `{hook}`\n"
     yield f"`{hook}() -> Iterable[{description.__name__}]`. {prose(getattr(hookspecs, hook))}\n"
     yield f"`{description.__name__}`: {prose(description)}\n"

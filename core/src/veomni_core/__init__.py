@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from veomni_conformance.bound_models.shadow import Shadow
-    from veomni_core.binding.bind import Binding, apply_plan, bind, binding_of
+    from veomni_core.binding.bind import apply_plan, bind
+    from veomni_core.binding.binding import Binding, binding_of
     from veomni_core.binding.receipt import Receipt
     from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
     from veomni_core.descriptions.hookspecs import hookimpl
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from veomni_core.descriptions.kernel_spec import KernelSpec
     from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
     from veomni_core.descriptions.slot import OpSlot
-    from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, JobConditions, ModelRule, ModelViewSpec, SiteRule
+    from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, ModelRule, ModelViewSpec, SiteRule
     from veomni_core.descriptions.suspicion import Suspicion
     from veomni_core.discovery.discover import discover
     from veomni_core.discovery.registry import PluginRecord, Registry
@@ -30,96 +31,60 @@ if TYPE_CHECKING:
     from veomni_core.sites.site import Site
     from veomni_transformers.build import build_foundation_model
     from veomni_transformers.engine.parallel_plan import get_parallel_plan
+    from veomni_transformers.jobs.job_conditions import JobConditions
     from veomni_transformers.token_logprobs import TokenLogprobs, token_logprobs
 
+# Where each name is, by module.
 _HOME = {
-    "Binding": "binding.bind",
-    "CommandSpec": "descriptions.spec",
-    "DeviceSpec": "descriptions.spec",
-    "Hardware": "descriptions.hardware",
-    "HardwareRequirement": "descriptions.hardware",
-    "JobConditions": "descriptions.spec",
-    "KernelOption": "descriptions.kernel_option",
-    "KernelSpec": "descriptions.kernel_spec",
-    "ModelRule": "descriptions.spec",
-    "ModelViewSpec": "descriptions.spec",
-    "OpSlot": "descriptions.slot",
-    "OpSpec": "descriptions.op_spec",
-    "OpsConfig": "planning.config",
-    "Plan": "planning.plan",
-    "PluginRecord": "discovery.registry",
-    "Receipt": "binding.receipt",
-    "Registry": "discovery.registry",
-    "Site": "sites.site",
-    "SiteRule": "descriptions.spec",
-    "Suspicion": "descriptions.suspicion",
-    "VariantSpec": "descriptions.op_spec",
-    "apply_plan": "binding.bind",
-    "bind": "binding.bind",
-    "binding_of": "binding.bind",
-    "discover": "discovery.discover",
-    "find_sites": "sites.find",
-    "hookimpl": "descriptions.hookspecs",
-    "make_plan": "planning.planner",
-    "plan_sites": "planning.planner",
+    "veomni_core.binding.bind": ("apply_plan", "bind"),
+    "veomni_core.binding.binding": ("Binding", "binding_of"),
+    "veomni_core.binding.receipt": ("Receipt",),
+    "veomni_core.descriptions.hardware": ("Hardware", "HardwareRequirement"),
+    "veomni_core.descriptions.hookspecs": ("hookimpl",),
+    "veomni_core.descriptions.kernel_option": ("KernelOption",),
+    "veomni_core.descriptions.kernel_spec": ("KernelSpec",),
+    "veomni_core.descriptions.op_spec": ("OpSpec", "VariantSpec"),
+    "veomni_core.descriptions.slot": ("OpSlot",),
+    "veomni_core.descriptions.spec": (
+        "CommandSpec",
+        "DeviceSpec",
+        "ModelRule",
+        "ModelViewSpec",
+        "SiteRule",
+    ),
+    "veomni_core.descriptions.suspicion": ("Suspicion",),
+    "veomni_core.discovery.discover": ("discover",),
+    "veomni_core.discovery.registry": ("PluginRecord", "Registry"),
+    "veomni_core.planning.config": ("OpsConfig",),
+    "veomni_core.planning.plan": ("Plan",),
+    "veomni_core.planning.planner": ("make_plan", "plan_sites"),
+    "veomni_core.sites.find": ("find_sites",),
+    "veomni_core.sites.site": ("Site",),
+    # Other distributions of the family bring these.
+    "veomni_conformance.bound_models.shadow": ("Shadow",),
+    "veomni_transformers.build": ("build_foundation_model",),
+    "veomni_transformers.engine.parallel_plan": ("get_parallel_plan",),
+    "veomni_transformers.jobs.job_conditions": ("JobConditions",),
+    "veomni_transformers.token_logprobs": ("TokenLogprobs", "token_logprobs"),
 }
 
-# Names that other distributions of the family bring.
-_ELSEWHERE = {
-    "Shadow": "veomni_conformance.bound_models.shadow",
-    "TokenLogprobs": "veomni_transformers.token_logprobs",
-    "build_foundation_model": "veomni_transformers.build",
-    "get_parallel_plan": "veomni_transformers.engine.parallel_plan",
-    "token_logprobs": "veomni_transformers.token_logprobs",
-}
-
-__all__ = [
-    "Binding",
-    "CommandSpec",
-    "DeviceSpec",
-    "Hardware",
-    "HardwareRequirement",
-    "JobConditions",
-    "KernelOption",
-    "KernelSpec",
-    "ModelRule",
-    "ModelViewSpec",
-    "OpSlot",
-    "OpSpec",
-    "OpsConfig",
-    "OpsImplementationConfig",
-    "Plan",
-    "PluginRecord",
-    "Receipt",
-    "Registry",
-    "Shadow",
-    "Site",
-    "SiteRule",
-    "Suspicion",
-    "TokenLogprobs",
-    "VariantSpec",
-    "apply_plan",
-    "bind",
-    "binding_of",
-    "build_foundation_model",
-    "discover",
-    "find_sites",
-    "get_parallel_plan",
-    "hookimpl",
-    "make_plan",
-    "plan_sites",
-    "token_logprobs",
-]
+__all__ = ["Binding", "CommandSpec", "DeviceSpec", "Hardware", "HardwareRequirement", "JobConditions"]
+__all__ += ["KernelOption", "KernelSpec", "ModelRule", "ModelViewSpec", "OpSlot", "OpSpec", "OpsConfig"]
+__all__ += ["OpsImplementationConfig", "Plan", "PluginRecord", "Receipt", "Registry", "Shadow", "Site"]
+__all__ += ["SiteRule", "Suspicion", "TokenLogprobs", "VariantSpec", "apply_plan", "bind", "binding_of"]
+__all__ += ["build_foundation_model", "discover", "find_sites", "get_parallel_plan", "hookimpl", "make_plan"]
+__all__ += ["plan_sites", "token_logprobs"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "OpsImplementationConfig":
-        return importlib.import_module("veomni_core.planning.config").OpsConfig
-    if name in _ELSEWHERE:
-        return importlib.import_module("veomni_core.descriptions.references").load_from(f"{_ELSEWHERE[name]}:{name}")
-    if name not in _HOME:
+        name = "OpsConfig"
+    home = next((module for module, names in _HOME.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module 'veomni_core' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"veomni_core.{_HOME[name]}"), name)
+    if home.startswith("veomni_core."):
+        return getattr(importlib.import_module(home), name)
+    return importlib.import_module("veomni_core.descriptions.references").load_from(f"{home}:{name}")
 
 
 def __dir__() -> list[str]:

@@ -20,52 +20,33 @@ if TYPE_CHECKING:
     from veomni_core.cli.output import AsJson, Changes, HardwareName, JobPath, print_json
     from veomni_core.descriptions.kernel_spec import EAGER
     from veomni_core.discovery.lock_guard import FROZEN
-    from veomni_core.jobs.jobfile import at_home, beside_job, job_file_error, load_yaml, parse_yaml, shown
+    from veomni_core.jobs.jobfile import at_home, load_yaml, parse_yaml
     from veomni_core.planning.choice import AUTO
     from veomni_core.planning.config import ON_CHANGE, TRAINING_LOGITS, known_presets
     from veomni_core.tables import fit, render_table
+    from veomni_transformers.jobs.job_files import beside_job, job_file_error, shown
 
 _HOME = {
-    "cli": ("exit_code",),
-    "cli.frozen": ("Frozen", "FrozenJob", "frozen_job"),
-    "cli.output": ("AsJson", "Changes", "HardwareName", "JobPath", "print_json"),
-    "descriptions.kernel_spec": ("EAGER",),
-    "discovery.lock_guard": ("FROZEN",),
-    "jobs.jobfile": ("at_home", "beside_job", "job_file_error", "load_yaml", "parse_yaml", "shown"),
-    "planning.choice": ("AUTO",),
-    "planning.config": ("ON_CHANGE", "TRAINING_LOGITS", "known_presets"),
-    "tables": ("fit", "render_table"),
+    "veomni_core.cli": ("exit_code",),
+    "veomni_core.cli.frozen": ("Frozen", "FrozenJob", "frozen_job"),
+    "veomni_core.cli.output": ("AsJson", "Changes", "HardwareName", "JobPath", "print_json"),
+    "veomni_core.descriptions.kernel_spec": ("EAGER",),
+    "veomni_core.discovery.lock_guard": ("FROZEN",),
+    "veomni_core.jobs.jobfile": ("at_home", "load_yaml", "parse_yaml"),
+    "veomni_core.planning.choice": ("AUTO",),
+    "veomni_core.planning.config": ("ON_CHANGE", "TRAINING_LOGITS", "known_presets"),
+    "veomni_core.tables": ("fit", "render_table"),
+    "veomni_transformers.jobs.job_files": ("beside_job", "job_file_error", "shown"),
 }
 
-__all__ = [
-    "AUTO",
-    "EAGER",
-    "FROZEN",
-    "ON_CHANGE",
-    "TRAINING_LOGITS",
-    "AsJson",
-    "Changes",
-    "Frozen",
-    "FrozenJob",
-    "HardwareName",
-    "JobPath",
-    "at_home",
-    "beside_job",
-    "exit_code",
-    "fit",
-    "frozen_job",
-    "job_file_error",
-    "known_presets",
-    "load_yaml",
-    "parse_yaml",
-    "print_json",
-    "render_table",
-    "shown",
-]
+__all__ = ["AUTO", "EAGER", "FROZEN", "ON_CHANGE", "TRAINING_LOGITS", "AsJson", "Changes", "Frozen"]
+__all__ += ["FrozenJob", "HardwareName", "JobPath", "at_home", "beside_job", "exit_code", "fit"]
+__all__ += ["frozen_job", "job_file_error", "known_presets", "load_yaml", "parse_yaml", "print_json"]
+__all__ += ["render_table", "shown"]
 
 
 def __getattr__(name: str) -> Any:
     for module, names in _HOME.items():
         if name in names:
-            return getattr(importlib.import_module(f"veomni_core.{module}"), name)
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module 'veomni_core.commands' has no attribute {name!r}")

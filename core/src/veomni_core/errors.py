@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
-from veomni_core.synonyms import SYNONYMS
+Synonyms = Mapping[str, tuple[str, ...]]
 
 _FEW = 4  # more suggestions than these are none
 
@@ -197,7 +199,7 @@ class CodeChangedWarning(UserWarning):
     """
 
 
-def did_you_mean(name: object, known: Iterable[str], synonyms: Mapping[str, tuple[str, ...]] = SYNONYMS) -> str:
+def did_you_mean(name: object, known: Iterable[str], synonyms: Synonyms | None = None) -> str:
     """A sentence that suggests the nearest names in ``known``, or lists all of them.
 
     Example:
@@ -210,7 +212,7 @@ def did_you_mean(name: object, known: Iterable[str], synonyms: Mapping[str, tupl
     return suggest(name, options, synonyms) or (f"Known: {', '.join(options)}." if options else "There are none.")
 
 
-def suggest(name: object, known: Iterable[str], synonyms: Mapping[str, tuple[str, ...]] = SYNONYMS) -> str:
+def suggest(name: object, known: Iterable[str], synonyms: Synonyms | None = None) -> str:
     """A sentence that suggests the nearest names in ``known``; empty if none is near.
 
     A name is near that means the same, that has ``name`` as one of its words, or that is spelt alike.
@@ -218,7 +220,8 @@ def suggest(name: object, known: Iterable[str], synonyms: Mapping[str, tuple[str
     Args:
         name: what was written. YAML holds other things than text, too.
         known: what may be written: plain names, or dotted paths.
-        synonyms: for names that are used elsewhere, those that mean the same here.
+        synonyms: for names that are used elsewhere, those that mean the same here; without it, those of the standard
+            ops, kernels and hardware.
 
     Example:
         >>> suggest("lr", ["train.learning_rate", "train.steps"], {"lr": ("learning_rate",)})
@@ -230,11 +233,19 @@ def suggest(name: object, known: Iterable[str], synonyms: Mapping[str, tuple[str
         >>> suggest("fa2", ["auto", "eager"])
         ''
     """
-    near = _nearest(str(name), sorted(set(known)), synonyms)
+    near = _nearest(str(name), sorted(set(known)), _standard_synonyms() if synonyms is None else synonyms)
     return f"Did you mean {_either(near)}?" if near else ""
 
 
-def _nearest(name: str, known: list[str], synonyms: Mapping[str, tuple[str, ...]]) -> list[str]:
+def _standard_synonyms() -> Synonyms:
+    """Those of veomni-ops, if it is installed."""
+    with suppress(ModuleNotFoundError):
+        found: Synonyms = importlib.import_module("veomni_ops.synonyms").SYNONYMS
+        return found
+    return {}
+
+
+def _nearest(name: str, known: list[str], synonyms: Synonyms) -> list[str]:
     word = _plain(name)
     last = {each: _plain(each.rpartition(".")[2]) for each in known}
     meanings = (word, *synonyms.get(word, ()))

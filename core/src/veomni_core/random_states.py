@@ -14,30 +14,18 @@ Restore = Callable[[], Any]
 
 
 @contextmanager
-def random_states_kept() -> Iterator[None]:
+def random_states_kept(only_while_alone: bool = False) -> Iterator[None]:
     """Restore the random states of Python, NumPy, torch and the GPUs in use on exit.
 
-    A library that is imported only inside the context is not restored: it had no state before.
+    A library that is imported only inside the context is not restored: it had no state before. With
+    ``only_while_alone``, neither is a process of several threads: what others drew meanwhile would be drawn again.
     """
-    restore = list(_states())
+    restore = [] if only_while_alone and threading.active_count() > 1 else list(_states())
     try:
         yield
     finally:
         for each in restore:
             each()
-
-
-@contextmanager
-def random_states_kept_while_alone() -> Iterator[None]:
-    """As :func:`random_states_kept` in a process of one thread. Otherwise nothing is restored.
-
-    What other threads drew meanwhile would be drawn again.
-    """
-    if threading.active_count() > 1:
-        yield
-        return
-    with random_states_kept():
-        yield
 
 
 def _states() -> Iterator[Restore]:

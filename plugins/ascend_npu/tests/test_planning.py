@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from veomni_conformance.given_kernels import definitions
 from veomni_core import HardwareRequirement, KernelSpec, OpsConfig, Site, plan_sites
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError, UnknownNameError
 from veomni_npu.plugin import veomni_devices, veomni_kernels

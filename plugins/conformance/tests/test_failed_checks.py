@@ -17,8 +17,8 @@ from veomni_conformance.cli.verify_processes import CONTRACT, FAILED, OK, SKIPPE
 from veomni_conformance.ledger import Certificate, read_ledger, record, store
 from veomni_conformance.this_machine import ThisMachine
 from veomni_core import Hardware, Plan, Site, bind, build_foundation_model
-from veomni_core.cli.explain import explain
 from veomni_core.errors import ConformanceError, KernelUnavailableError
+from veomni_tools.cli.explain import explain
 
 ACME, PLAIN = "rms_norm/standard:acme", kernel("plain", preference=10)
 REGISTRY = registry(kernel("acme", preference=60), kernel("acme", "offset", preference=60), PLAIN)

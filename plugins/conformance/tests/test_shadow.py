@@ -10,8 +10,8 @@ import torch
 from counting_kernels import counting_registry
 from distributed import run_ranks
 from models import EVERY_KERNEL, assert_same_bits, build, step, tokens
+from veomni_conformance.given_kernels import definitions
 from veomni_core import KernelSpec, Shadow, bind
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import BindingError, ConformanceError
 from veomni_ops import rms_norm, swiglu_mlp

@@ -9,8 +9,8 @@ import pytest
 from veomni_conformance import check_kernel
 from veomni_conformance.cli import verify as command
 from veomni_conformance.cli.verify_processes import FAILED, OK, Row
+from veomni_conformance.given_kernels import definitions
 from veomni_core import Hardware, OpsConfig, Site, plan_sites
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError
 from veomni_fla.plugin import veomni_kernels

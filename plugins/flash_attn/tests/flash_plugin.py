@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from veomni_conformance.given_kernels import definitions
 from veomni_core import HardwareRequirement
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_flash_attn.plugin import veomni_kernels
 

@@ -11,8 +11,8 @@ import pytest
 from hub_folders import write_file, write_package
 
 import veomni_hub.plugin
+from veomni_conformance.given_kernels import definitions
 from veomni_core.discovery.conflicts import settle
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.hooks import described_by
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
 from veomni_hub import imported

@@ -17,8 +17,8 @@ from transformers.models.llama import modeling_llama
 
 import veomni_core
 from migrations import assert_same_losses, blocks, losses, names_of, save_my_llama
+from veomni_conformance.given_kernels import definitions
 from veomni_core import HardwareRequirement, binding_of
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import VeOmniError
 from veomni_liger.plugin import veomni_kernels

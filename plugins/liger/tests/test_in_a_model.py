@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from models import build, step, tokens
+from veomni_conformance.given_kernels import definitions
 from veomni_core import HardwareRequirement, bind
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_liger.plugin import veomni_kernels
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from veomni_conformance.given_kernels import definitions
 from veomni_core import Hardware, OpsConfig, Site, plan_sites
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError
 from veomni_liger.chunks import LOGITS_BYTES, chunk_multiple

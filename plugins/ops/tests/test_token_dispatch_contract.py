@@ -7,9 +7,9 @@ import torch
 from planted_faults import failures_of
 from torch import distributed as dist
 
-from veomni_core.kernels import ExpertRanks
 from veomni_ops.catalog import OPS
 from veomni_ops.contract import Sample, contract_for
+from veomni_ops.expert_ranks import ExpertRanks
 from veomni_ops.token_dispatch import exchanged
 
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 from quack_plugin import SPECS
 
+from veomni_conformance.given_kernels import definitions
 from veomni_core import OpsConfig, Site, plan_sites
 from veomni_core.descriptions.hardware import Hardware
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError
 from veomni_ops.catalog import OPS

@@ -27,9 +27,9 @@ from measured_norms import (
 )
 
 from veomni_conformance.ledger import record
+from veomni_conformance.ranks import agreement
 from veomni_conformance.this_machine import ThisMachine
 from veomni_core import Plan
-from veomni_core.binding import ranks
 from veomni_core.errors import HostError, LockMismatchError
 from veomni_tools.locks.lock_file import Lock
 from veomni_tools.locks.locked_plans import FrozenJob, hardware_key, locked_plan
@@ -166,7 +166,7 @@ def test_plans_that_differ_by_their_profiles_say_so():
         "rms_norm: acme -> plain at 1 site(s): model.layers.3.norm",
         f"auto went by profile: none -> {profile.digest}",
     )
-    said = ranks._differences({0: by_rank, 1: by_measurement})  # what all ranks of a job end with
+    said = agreement._differences({0: by_rank, 1: by_measurement})  # what all ranks of a job end with
     assert f"rank 1: auto went by profile: none -> {profile.digest}" in said
     measured(contender(ACME, 3.0), contender(PLAIN, 1.0), OWN)
     assert by_measurement.diff(planned()) == () and by_measurement.sha256 == planned().sha256

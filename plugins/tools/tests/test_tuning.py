@@ -13,10 +13,10 @@ from tuned_kernels import CountingClock
 
 from models import build
 from planned_norms import vouching
+from veomni_conformance.given_kernels import definitions
 from veomni_conformance.ledger import Certificate, record
 from veomni_conformance.this_machine import ThisMachine
 from veomni_core import Hardware, KernelSpec, OpsConfig, discover, make_plan
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_tools.profiles.measured_choice import checked_dtypes
 from veomni_tools.profiles.measured_job import MeasuredJob

@@ -8,8 +8,8 @@ from transformers import CONFIG_MAPPING
 
 import veomni_torch.attention
 from models import build
+from veomni_conformance.given_kernels import definitions
 from veomni_core import OpsConfig, find_sites, plan_sites
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import PackedSequencesError
 from veomni_ops.attention import AttentionModule, standard

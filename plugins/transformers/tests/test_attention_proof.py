@@ -24,8 +24,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, eager_atten
 
 from models import FAMILIES, assert_same_bits, build, step, tokens
 from planned_norms import vouching
+from veomni_conformance.given_kernels import definitions
 from veomni_core import KernelSpec, bind
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import BindingError, KernelUnavailableError
 from veomni_ops.attention import MASK_FEATURES

@@ -14,8 +14,8 @@ from torch import nn
 import veomni_conformance
 import veomni_core.authoring
 from models import build
+from veomni_conformance.given_kernels import definitions
 from veomni_core import KernelSpec, SiteRule, bind, find_sites
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import SpecError
 from veomni_ops import moe_experts
@@ -144,6 +144,7 @@ def test_names_that_have_moved_are_there_for_one_release():
         ("veomni_core.authoring", "probe", "veomni_transformers.authoring"),
         ("veomni_core.authoring", "Contract", "veomni_conformance"),
         ("veomni_core.authoring", "aligned", "veomni_core.kernels"),
+        ("veomni_core.kernels", "ExpertRanks", "veomni_ops.expert_ranks"),
         ("veomni_core.testing", "check_kernel", "veomni_conformance"),
         ("veomni_core.parallel.sequence", "apply_ulysses", "veomni_transformers.sequence"),
     ):

@@ -6,8 +6,8 @@ import pytest
 
 from models import build
 from veomni_core import bind, binding_of
-from veomni_core.cli.explain import explain
 from veomni_core.errors import ConfigError
+from veomni_tools.cli.explain import explain
 from veomni_transformers.cli.source import said
 
 

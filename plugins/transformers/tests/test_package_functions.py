@@ -13,7 +13,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from delta_rule_models import family
 from veomni_core import find_sites
-from veomni_core.changes.forward_functions import captured_cell
+from veomni_transformers.captured_cells import captured_cell
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.functions import within_layer
 from veomni_transformers.proving.hollow_twin import hollow_twin

@@ -12,11 +12,12 @@ import torch
 from counting_kernels import counting_registry
 from models import EVERY_KERNEL, build
 from planned_norms import vouching
+from veomni_conformance.given_kernels import definitions
 from veomni_core import Plan, Site, SiteRule, make_plan
-from veomni_core.descriptions.sharding import EngineLayout, Sharding, parts
-from veomni_core.discovery.discover import definitions
+from veomni_core.descriptions.sharding import Sharding
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import ConfigError, HostError, KernelUnavailableError, SpecError
+from veomni_transformers.engine.engine_layout import EngineLayout, parts
 from veomni_transformers.engine.layout import distributed_config_of
 
 pytest.importorskip(

@@ -10,11 +10,11 @@ from torch import nn
 
 from models import build
 from veomni_core.descriptions.kernel_spec import KernelSpec
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.discovery.discover import discover
 from veomni_core.errors import BindingError
 from veomni_core.planning.planner import plan_sites
 from veomni_transformers.changes.captured_value_change import CapturedValueChange
+from veomni_transformers.engine.engine_layout import EngineLayout
 from veomni_transformers.experts.token_dispatch import ExpertParallelModules
 
 expert_parallel = pytest.importorskip("transformers.distributed.expert_parallel")

@@ -12,8 +12,8 @@ from ulysses_ranks import check, close, size
 from counting_kernels import calls, counting_registry
 from models import EVERY_KERNEL, build, tokens
 from planned_norms import vouching
+from veomni_conformance.given_kernels import definitions
 from veomni_core import KernelSpec, bind
-from veomni_core.discovery.discover import definitions
 from veomni_core.discovery.registry import Registry, build_registry
 from veomni_ops.attention import standard
 from veomni_transformers.sequence import (

@@ -12,7 +12,7 @@ from transformers.distributed import DistributedConfig
 
 from models import build, tokens
 from veomni_core import bind
-from veomni_core.changes.forward_functions import captured_cell
+from veomni_transformers.captured_cells import captured_cell
 
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "output_router_logits": True,
            "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip

@@ -159,7 +159,7 @@ def test_it_sends_the_rows_that_are_counted(processes):
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed import expert_parallel
     from veomni_ops.dispatch_traffic import BY_CHOICE, BY_RANK, DispatchLayout, rows_sent
-    from veomni_core.kernels import ExpertRanks
+    from veomni_ops.expert_ranks import ExpertRanks
     from veomni_triton_moe.token_dispatch import alltoall_dedup
 
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()

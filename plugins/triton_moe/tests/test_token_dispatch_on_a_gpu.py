@@ -14,7 +14,7 @@ RUN = """
 import sys
 import torch
 from torch import distributed as dist
-from veomni_core.kernels import ExpertRanks
+from veomni_ops.expert_ranks import ExpertRanks
 from veomni_triton_moe.token_dispatch import alltoall_dedup
 
 torch.cuda.set_device(0)

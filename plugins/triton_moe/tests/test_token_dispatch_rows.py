@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from veomni_core.kernels import ExpertRanks
+from veomni_ops.expert_ranks import ExpertRanks
 from veomni_triton_moe.token_dispatch import row_kernels, rows
 from veomni_triton_moe.token_dispatch.exchange import Exchange
 

@@ -44,31 +44,16 @@ class ModelRules:
     """The registry's model rules. Each is loaded once; one that can't be is left out, unless ops rest on its plugin."""
 
     def __init__(self, registry: Registry) -> None:
+        self._registry = registry
         loaded = ((each, load_rule(registry, each, each.rule)) for each in registry.model_rules)
         self._rules = [(described, make()) for described, make in loaded if make is not None]
 
-    def refuse(self, model: nn.Module) -> None:
-        """Raise ``BindingError`` if a rule refuses ``model``."""
-        for _, rule in self._rules:
-            rule.refuse(model)
+    def __iter__(self) -> Iterator[WholeModelRule]:
+        return (rule for _, rule in self._rules)
 
-    def release(self, model: nn.Module) -> None:
-        """Take out what modules that were copied from another bound model brought with them."""
-        for _, rule in self._rules:
-            rule.release(model)
-
-    def before_sites(self, model: nn.Module, plan: Plan, registry: Registry) -> Iterator[tuple[str, str, Change]]:
-        """The changes of rules with an order below 0, each with its module path and the rule's name."""
-        yield from self._changes(model, plan, registry, before=True)
-
-    def after_sites(self, model: nn.Module, plan: Plan, registry: Registry) -> Iterator[tuple[str, str, Change]]:
-        """The changes of the other rules."""
-        yield from self._changes(model, plan, registry, before=False)
-
-    def _changes(
-        self, model: nn.Module, plan: Plan, registry: Registry, before: bool
-    ) -> Iterator[tuple[str, str, Change]]:
+    def changes(self, model: nn.Module, plan: Plan, *, before_sites: bool) -> Iterator[tuple[str, str, Change]]:
+        """The changes of the rules with an order below 0, or of the others: module path, the rule's name, change."""
         for described, rule in self._rules:
-            if (described.order < 0) is before:
-                for path, change in rule.changes(model, plan, registry):
+            if (described.order < 0) is before_sites:
+                for path, change in rule.changes(model, plan, self._registry):
                     yield path, described.name, change

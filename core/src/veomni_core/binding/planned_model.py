@@ -42,18 +42,13 @@ def refuse_another_model(model: nn.Module, plan: Plan, registry: Registry) -> No
     )
 
 
-def sites_of(plan: Plan) -> Iterator[Site]:
-    """The sites that ``plan`` decides about."""
-    return (decision.site for op in plan.ops for decision in op.sites)
-
-
 def _differences(plan: Plan, found: tuple[Site, ...], registry: Registry) -> Iterator[str]:
     here: dict[tuple[str, ...], list[Site]] = {}
     for site in found:
         here.setdefault(_place(site), []).append(site)
     eager_too = {rule.name for rule in registry.site_rules if rule.installs_eager}
     planned = {op.op_name for op in plan.ops}
-    for decision in (decision for op in plan.ops for decision in op.sites):
+    for decision in plan.decisions:
         site, there = decision.site, here.pop(_place(decision.site), [])
         match = next((each for each in there if _proven(each, site) == _proven(site, each)), None)
         rest = [each for each in there if each is not (match or next(iter(there), None))]
@@ -70,20 +65,14 @@ def _place(site: Site) -> tuple[str, ...]:
     return site.op_name, site.path, site.rule
 
 
-def _proven(site: Site, other: Site) -> dict[str, Any]:
+def _proven(site: Site, other: Site) -> dict[tuple[str, str], Any]:
     """What a kernel at ``site`` rests on, as a plan's JSON has it."""
     dtype = None if {site.dtype, other.dtype} - {*_COMPUTED_IN} else site.dtype
-    proven = {
-        "variant": site.variant,
-        "dtype": dtype,
-        "detail": site.detail,
-        "sizes": site.sizes,
-        "needs": sorted(site.needs),
-        "refuses": sorted(site.refuses),
-        "sharding": str(replace(site.sharding, fsdp=WHOLE.fsdp)),
-    }
-    same: dict[str, Any] = json.loads(json.dumps(proven, default=repr))
-    return same
+    sharding = str(replace(site.sharding, fsdp=WHOLE.fsdp))
+    own = {"variant": site.variant, "dtype": dtype, "needs": sorted(site.needs), "refuses": sorted(site.refuses)}
+    every = {"": {**own, "sharding": sharding}, "detail": site.detail, "sizes": site.sizes}
+    proven = {(kind, name): value for kind, values in every.items() for name, value in values.items()}
+    return {key: json.loads(json.dumps(value, default=repr)) for key, value in proven.items()}
 
 
 def _difference(planned: Site, there: list[Site]) -> str:
@@ -92,8 +81,8 @@ def _difference(planned: Site, there: list[Site]) -> str:
         return f"{where}: planned as {wanted}, and this model has no such site"
     if there[0].variant is None:
         return f"{where}: planned as {wanted}, and here it is not proven: {there[0].evidence}"
-    was, now = _flat(_proven(planned, there[0])), _flat(_proven(there[0], planned))
-    differing = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    was, now = _proven(planned, there[0]), _proven(there[0], planned)
+    differing = [key for key in {**was, **now} if was.get(key) != now.get(key)]
     return f"{where}: planned with {_listed(was, differing)}, and here it has {_listed(now, differing)}"
 
 
@@ -105,14 +94,6 @@ def _described(site: Site) -> str:
     return f"{site.op_name}/{site.variant}"
 
 
-def _flat(proven: dict[str, Any]) -> dict[str, Any]:
-    return {
-        inner: each
-        for name, value in proven.items()
-        for inner, each in (value if isinstance(value, dict) else {name: value}).items()
-    }
-
-
-def _listed(values: dict[str, Any], names: list[str]) -> str:
+def _listed(values: dict[tuple[str, str], Any], keys: list[tuple[str, str]]) -> str:
     """``variant offset, eps 1e-06``."""
-    return ", ".join(f"{name} {values.get(name, 'not stated')}" for name in names)
+    return ", ".join(f"{key[1]} {values.get(key, 'not stated')}" for key in keys)

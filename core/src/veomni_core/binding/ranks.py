@@ -1,171 +1,68 @@
-"""Makes all ranks of a job agree on the plan before anything is bound or loaded.
-
-The plans are exchanged through the key-value store of ``torch.distributed``'s rendezvous.
-"""
+"""Lets the ranks of a job agree on a plan before anything is bound or loaded. veomni-conformance compares the plans."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
 
-from veomni_core.binding.rank_conditions import differences, rank_conditions
-from veomni_core.binding.rank_exchange import NoAnswerError, RankExchange
-from veomni_core.errors import BindingError, LockFileError, LockMismatchError, PlanMismatchError
+from veomni_core.descriptions.references import load_from
+from veomni_core.errors import BindingError, LockFileError, LockMismatchError
 from veomni_core.planning.plan import Plan
 
 AGREEMENT_TIMEOUT = 300.0
+_AGREE_ON_PLAN = "veomni_conformance.ranks.agreement:agree_on_plan"
 
-_Made = TypeVar("_Made")
 
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that bind one model.
 
-def agree_on_plan(
-    make: Callable[[], Plan], *, agree: bool = True, group: Any = None, timeout: float = AGREEMENT_TIMEOUT
-) -> Plan:
-    """Call ``make``, and return its plan once every rank of ``group`` has the same one.
-
-    If one rank can't plan, or plans differently (another package version, another GPU), the others would hang in their
-    first collective. So the ranks exchange their plans, and all of them raise if the plans differ, or the versions and
-    environment variables under which they compute (:func:`~veomni_core.binding.rank_conditions.rank_conditions`).
-
-    Args:
-        make: makes this rank's plan.
-        agree: False skips the exchange. Without an initialised ``torch.distributed`` it is skipped too.
-        group: the process group whose ranks must agree; all ranks if it is ``None``.
-        timeout: how many seconds to wait for the other ranks.
-
-    Raises:
-        PlanMismatchError: raised on every rank. The plans or the conditions differ; the message names the ranks and in
-            what. Or some ranks have ended, or have not answered within ``timeout``.
-        BindingError: this process is not in ``group``.
+    Attributes:
+        agree: False where each rank binds on its own.
+        group: their process group; all ranks if it is ``None``.
+        timeout: how many seconds they wait for one another.
     """
-    from torch import distributed
 
-    if not (agree and distributed.is_available() and distributed.is_initialized()):
-        return make()
-    ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
-    if distributed.get_rank() not in ranks:
-        raise BindingError(
-            f"rank {distributed.get_rank()} is not in the group of ranks {_listed(ranks)} that should agree on the "
-            "plan: pass the group that binds this model, or agree=False"
-        )
-    if len(ranks) == 1:
-        return make()
-    exchange = _PlanExchange(ranks, distributed.get_rank(), timeout)
-    plan, failure = _attempt(make)
-    mine = {"plan": plan.sha256 if plan else "", "failure": str(failure or ""), "conditions": rank_conditions()}
-    answers = {rank: json.loads(text) for rank, text in exchange.all_of("digest", json.dumps(mine)).items()}
-    if failure:
-        exchange.end()
-        raise failure
-    failed = {rank: each["failure"] for rank, each in answers.items() if each["failure"]}
-    if failed:
-        exchange.end()
-        details = "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
-        raise PlanMismatchError(f"{len(failed)} of {len(ranks)} ranks can't plan:\n{details}")
-    if unlike := differences({rank: each["conditions"] for rank, each in answers.items()}):
-        exchange.end()
-        raise PlanMismatchError(_unlike(unlike, answers))
-    assert plan is not None
-    if len({each["plan"] for each in answers.values()}) > 1:
-        plans = exchange.all_of("plan", plan.to_json())
-        exchange.end()
-        raise PlanMismatchError(_differences({rank: Plan.from_json(text) for rank, text in plans.items()}))
-    exchange.end()
-    return plan
+    agree: bool = True
+    group: Any = None
+    timeout: float = AGREEMENT_TIMEOUT
 
+    def agree_on(self, make: Callable[[], Plan]) -> Plan:
+        """Call ``make``, and return its plan once every rank has the same one. Without other ranks that is at once.
 
-def refused_on_all(
-    make: Callable[[], _Made], *, agree: bool = True, group: Any = None, timeout: float = AGREEMENT_TIMEOUT
-) -> _Made:
-    """What ``make`` returns, before the plan. Where a lock file refuses this rank, the ranks that plan hear of it.
+        Raises:
+            PlanMismatchError: the ranks differ, or some did not answer
+                (:func:`veomni_conformance.ranks.agreement.agree_on_plan`).
+            BindingError: this process is not in the group, or veomni-conformance is not installed.
+        """
+        from torch import distributed
 
-    Without that they would wait in :func:`agree_on_plan` for a plan that never comes. Its arguments are those here.
+        if not (self.agree and distributed.is_available() and distributed.is_initialized()):
+            return make()
+        ranks = distributed.get_process_group_ranks(self.group or distributed.group.WORLD)
+        if ranks == [distributed.get_rank()]:
+            return make()
+        try:
+            agree_on_plan = load_from(_AGREE_ON_PLAN)
+        except ImportError as error:
+            raise BindingError(f"ranks must agree on the plan, or bind with agree=False; {error}") from error
+        return agree_on_plan(make, ranks, self.timeout)  # type: ignore[no-any-return]
 
-    Raises:
-        LockFileError, LockMismatchError: raised on this rank; :func:`agree_on_plan` raises on the others.
-    """
-    try:
-        return make()
-    except (LockFileError, LockMismatchError) as error:
-        refusal = error
+    @contextmanager
+    def refused_together(self) -> Iterator[None]:
+        """Before the plan: where a lock file refuses this rank, :meth:`agree_on` raises on those that plan.
 
-    def refuse() -> Plan:
-        raise refusal
-
-    agree_on_plan(refuse, agree=agree, group=group, timeout=timeout)
-    raise refusal
+        Without that they would wait for a plan that never comes.
+        """
+        try:
+            yield
+        except (LockFileError, LockMismatchError) as refusal:
+            self.agree_on(partial(_raise, refusal))
+            raise
 
 
-class _PlanExchange(RankExchange):
-    """The exchange of plans, through the default store."""
-
-    def __init__(self, ranks: list[int], rank: int, timeout: float) -> None:
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        name = f"veomni_plan/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"  # another for other sets of ranks
-        with _naming_the_missing(ranks, rank, timeout):
-            super().__init__(_get_default_store(), name, ranks, rank, timeout, ("digest", "plan"))
-
-    def all_of(self, what: str, answer: str) -> Mapping[int, str]:
-        with _naming_the_missing(self.ranks, self.rank, self.timeout):
-            return super().all_of(what, answer)
-
-
-@contextmanager
-def _naming_the_missing(ranks: list[int], rank: int, timeout: float) -> Iterator[None]:
-    try:
-        yield
-    except NoAnswerError as error:
-        missing = _listed(error.missing)
-        if error.ended:
-            raise PlanMismatchError(
-                f"rank {rank} waits to agree on the plan, but the process of rank {missing} has ended; what that one "
-                "printed says why"
-            ) from error
-        raise PlanMismatchError(
-            f"rank {rank} binds a model, but rank {missing} of {_listed(ranks)} sent no plan within {timeout:g} s. If "
-            "only some ranks bind this model (for evaluation, as a teacher, as a pipeline stage), pass agree=False, or "
-            "group= their process group. If the others need more time to plan, pass a larger agreement_timeout"
-        ) from error
-
-
-def _differences(plans: Mapping[int, Plan]) -> str:
-    first = min(plans)
-    sentences = [
-        f"rank {rank}: {sentence}"
-        for rank, other in plans.items()
-        if other.sha256 != plans[first].sha256
-        for sentence in plans[first].diff(other)
-    ]
-    return "\n".join(
-        [
-            f"ranks would run different kernels; against rank {first}:",
-            *sentences,
-            "If that is intended, as in a pipeline, pass agree=False, or group= the ranks with equal plans",
-        ]
-    )
-
-
-def _unlike(sentences: list[str], ranks: Collection[int]) -> str:
-    return "\n".join(
-        [
-            f"ranks run under different conditions; against rank {min(ranks)}:",
-            *sentences,
-            "Start them with the same packages and variables. If the difference is intended, pass agree=False",
-        ]
-    )
-
-
-def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
-
-
-def _attempt(make: Callable[[], Plan]) -> tuple[Plan | None, Exception | None]:
-    try:
-        return make(), None
-    except Exception as error:  # any failure must reach the other ranks, which wait in the exchange
-        return None, error
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -10,7 +10,7 @@ from typing import Any
 
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.planning.decisions import OpDecision
-from veomni_core.planning.plan import DECLARED, Plan, PlannedKernel
+from veomni_core.planning.plan import DECLARED, Plan
 from veomni_core.tables import render_table
 
 
@@ -95,13 +95,20 @@ class Receipt:
             "verified": list(self.verified),
             "verified_sites": list(self.verification.sites),
             "not_verified": list(self.verification.not_compared),
-            "transformations": [
-                {"name": name, "description": description} for name, description in self.transformations
-            ],
+            "transformations": [{"name": name, "description": text} for name, text in self.transformations],
             "changed": dict(self.changed),
             "misplaced": self.misplaced,
             "not_called": dict(self.not_called),
-            "kernels": [_kernel_to_dict(kernel) for kernel in self.plan.kernels],
+            "kernels": [
+                {
+                    "kernel": str(kernel.spec),
+                    "factory": kernel.spec.factory,
+                    "options": dict(kernel.spec.settings),
+                    "distribution": kernel.distribution,
+                    "version": kernel.version,
+                }
+                for kernel in self.plan.kernels
+            ],
             "ops": [{**_op_to_dict(op), "bound": self._bound(op)} for op in self.plan.ops],
         }
 
@@ -123,21 +130,19 @@ class Receipt:
             if op.sites or op.written
         ]
         title = f"Bound on {self.plan.conditions}, plan {self.plan.sha256[:12]}"
-        if len(self.transformations) > 1:  # the binding alone is what the first line says
-            title += "".join(f"\nIn force: {name}: {description}" for name, description in self.transformations)
-        if self.misplaced:
-            title += f"\nNot on its device: {self.misplaced}"
-        for what in (what for op in self.plan.ops for what in op.left_out):
-            title += f"\nNot proven: {what}"
-        for kernel in self.plan.passed_by:
-            title += f"\nPassed by: {kernel}"
-        for kernel in self.unverified:
-            title += f"\nAs asked: {kernel}"
-        for what in self.verification.not_compared:
-            title += f"\nNot verified: {what}"
-        for path, what in self.changed.items():
-            title += f"\nChanged since: {path}: {what}"
-        return render_table(("field", "asked", "chosen", "bound/found", "left eager, and why"), rows, title)
+        in_force = self.transformations if len(self.transformations) > 1 else ()  # a binding alone is in the first line
+        notes = {
+            "In force": [f"{name}: {description}" for name, description in in_force],
+            "Not on its device": [self.misplaced] if self.misplaced else [],
+            "Not proven": [what for op in self.plan.ops for what in op.left_out],
+            "Passed by": self.plan.passed_by,
+            "As asked": self.unverified,
+            "Not verified": self.verification.not_compared,
+            "Changed since": [f"{path}: {what}" for path, what in self.changed.items()],
+        }
+        lines = [title, *(f"{note}: {each}" for note, all_of_it in notes.items() for each in all_of_it)]
+        columns = ("field", "asked", "chosen", "bound/found", "left eager, and why")
+        return render_table(columns, rows, "\n".join(lines))
 
     def _bound(self, op: OpDecision) -> int:
         return sum(decision.bound and decision.site.path not in self.not_called for decision in op.sites)
@@ -155,7 +160,7 @@ class Receipt:
 
 def kernels_line(plan: Plan) -> str:
     """The kernels of ``plan`` in one line: ``rms_norm/standard:torch at 5 sites; 7 sites eager``."""
-    counts = Counter(str(each.spec) if each.bound else EAGER for op in plan.ops for each in op.sites)
+    counts = Counter(str(each.spec) if each.bound else EAGER for each in plan.decisions)
     eager = counts.pop(EAGER, 0)
     kernels = ", ".join(f"{spec} at {_sites(count)}" for spec, count in counts.items()) or "no kernel"
     return f"{kernels}; {_sites(eager)} eager"
@@ -163,16 +168,6 @@ def kernels_line(plan: Plan) -> str:
 
 def _sites(count: int) -> str:
     return f"{count} site{'s' * (count != 1)}"
-
-
-def _kernel_to_dict(kernel: PlannedKernel) -> dict[str, Any]:
-    return {
-        "kernel": str(kernel.spec),
-        "factory": kernel.spec.factory,
-        "options": dict(kernel.spec.settings),
-        "distribution": kernel.distribution,
-        "version": kernel.version,
-    }
 
 
 def _op_to_dict(op: OpDecision) -> dict[str, Any]:
@@ -186,9 +181,7 @@ def _op_to_dict(op: OpDecision) -> dict[str, Any]:
         "found": len(op.sites),
         "declared": _declared(op),
         "left_out": list(op.left_out),
-        "eager": [
-            {"path": decision.site.path, "runs": decision.runs, "reason": decision.reason} for decision in op.left_eager
-        ],
+        "eager": [{"path": each.site.path, "runs": each.runs, "reason": each.reason} for each in op.left_eager],
     }
 
 

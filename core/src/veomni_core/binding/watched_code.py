@@ -64,8 +64,8 @@ class WatchedCode(CodeRead):
         if news:
             path, what = next(iter(news.items()))
             more = f", and so at {len(news) - 1} more modules" if len(news) > 1 else ""
-            message = f"{path}: {what}{more}. Undo the binding and bind again; receipt.changed has all of them"
-            warnings.warn(message, CodeChangedWarning, stacklevel=4)
+            advice = "Undo the binding and bind again; receipt.changed has all of them"
+            warnings.warn(f"{path}: {what}{more}. {advice}", CodeChangedWarning, stacklevel=4)
 
     def _warn(self, news: dict[str, list[str]]) -> None:
         self._warned.update(news)

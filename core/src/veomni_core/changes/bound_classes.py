@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -59,15 +59,6 @@ class BoundClasses:
             self._made[key] = bound_subclass(eager, name, value, guarded, self)
         return self._made[key]
 
-    def adopt(self, module: nn.Module, function: Callable[..., Any], path: str, name: str = "forward") -> None:
-        """Bind ``module``, which came into the model since bind; undoing the binding unbinds it too.
-
-        ``function`` becomes its method ``name``.
-        """
-        module.__class__ = self.of(type(module), name, function, frozenset())
-        self.paths[module] = path
-        self.copies.add(module)
-
     def note(self, path: str, what: str, when: str = "from now on") -> None:
         """Record that the site at ``path`` runs its own code because of ``what``, and log it once."""
         if path not in self.changed:
@@ -78,14 +69,6 @@ class BoundClasses:
     def note_in_trace(self, path: str, what: str) -> None:
         """As :meth:`note`, for code that ``torch.compile`` traces: Dynamo calls this at once, and no graph holds it."""
         self.note(path, what, "in a compiled step")
-
-    def remark(self, path: str, what: str) -> None:
-        """Record what the kernel at ``path`` does in another way than was planned, and log each such fact once."""
-        if self.remarked.get(path) == what:
-            return
-        if what not in self.remarked.values():
-            logger.warning("%s: %s", path, what)
-        self.remarked[path] = what
 
     def set_on(self, module: nn.Module, name: str) -> None:
         """Called before the guarded attribute ``name`` of ``module`` changes; raises if ``on_change`` is ``raise``."""

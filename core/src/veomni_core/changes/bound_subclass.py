@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import copyreg
 import sys
-from collections.abc import Callable, Iterator, MutableMapping, MutableSet
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from veomni_core.errors import BoundModelPickleError
 
-# Class attributes of each subclass: the Owner that made it (None after undo), and the original class beneath it.
+if TYPE_CHECKING:  # which makes these subclasses
+    from veomni_core.changes.bound_classes import BoundClasses
+
+# Class attributes of each subclass: the BoundClasses that made it (None after undo), and the original class beneath it.
 MADE_BY = "_veomni_bound_by"
 EAGER = "_veomni_eager_class"
 _ABSENT = object()
@@ -32,42 +35,12 @@ _HOOKING = (
 )
 
 
-class Owner(Protocol):
-    """The owner of the subclasses, as this module sees it: :class:`veomni_core.changes.bound_classes.BoundClasses`."""
-
-    binding: Any
-    training_logits: str
-
-    @property
-    def paths(self) -> MutableMapping[nn.Module, str]:
-        """The module path of every module that was bound."""
-
-    @property
-    def copies(self) -> MutableSet[nn.Module]:
-        """Every copy that was made of a bound module."""
-
-    def set_on(self, module: nn.Module, name: str) -> None:
-        """Called before a guarded attribute changes: raise, or let the module run its own code."""
-
-    def note(self, path: str, what: str, when: str = "") -> None:
-        """Record that a site runs its own code again, and log it."""
-
-    def note_in_trace(self, path: str, what: str) -> None:
-        """As :meth:`note`, called while ``torch.compile`` traces the module."""
-
-    def remark(self, path: str, what: str) -> None:
-        """Record that a site's kernel runs in another way than was planned, and log it."""
-
-    def adopt(self, module: nn.Module, function: Callable[..., Any], path: str, name: str = "forward") -> None:
-        """Bind a module that came into the model since bind: ``function`` becomes its method ``name``."""
-
-
-def made_by(module: nn.Module) -> Owner | None:
+def made_by(module: nn.Module) -> BoundClasses | None:
     """The owner of the subclass that ``module`` is an instance of; ``None`` for a module that runs its own code."""
     return getattr(type(module), MADE_BY, None)
 
 
-def is_bound_by(module: nn.Module, classes: Owner) -> bool:
+def is_bound_by(module: nn.Module, classes: BoundClasses) -> bool:
     """Whether ``module`` runs what ``classes`` put into it, also beneath another transformation's class."""
     for kind in type(module).__mro__:
         if MADE_BY in vars(kind) and vars(kind)[MADE_BY] in (None, classes):  # None: its own code was put back on top
@@ -75,19 +48,10 @@ def is_bound_by(module: nn.Module, classes: Owner) -> bool:
     return False
 
 
-def bindings_in(module: nn.Module) -> Iterator[Owner]:
+def bindings_in(module: nn.Module) -> Iterator[BoundClasses]:
     """The owners of all subclasses in the MRO of ``module`` that belong to a binding, not to another transformation."""
     made = (vars(kind).get(MADE_BY) for kind in type(module).__mro__)
     yield from (classes for classes in made if classes is not None and classes.binding is not None)
-
-
-def binding_in(module: nn.Module) -> Owner | None:
-    """The first of :func:`bindings_in`: the binding's owner, whichever transformations are on top of it."""
-    for kind in type(module).__mro__:
-        classes = vars(kind).get(MADE_BY)
-        if classes is not None and classes.binding is not None:
-            return classes  # type: ignore[no-any-return]
-    return None
 
 
 def eager_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -98,7 +62,7 @@ def eager_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def bound_subclass(
-    eager: type[nn.Module], name: str, value: Any, guarded: frozenset[str], classes: Owner
+    eager: type[nn.Module], name: str, value: Any, guarded: frozenset[str], classes: BoundClasses
 ) -> type[nn.Module]:
     """Make a subclass of ``eager``, with the same class name, whose attribute ``name`` is ``value``.
 
@@ -145,7 +109,7 @@ def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
     return (_new, tuple(eager if each is type(self) else each for each in arguments), *rest)
 
 
-def _guarding(bound: Any, guarded: frozenset[str], classes: Owner) -> Iterator[Callable[..., Any]]:
+def _guarding(bound: Any, guarded: frozenset[str], classes: BoundClasses) -> Iterator[Callable[..., Any]]:
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
         if name in guarded and _changes(self, name, value):
             classes.set_on(self, name)
@@ -161,7 +125,7 @@ def _guarding(bound: Any, guarded: frozenset[str], classes: Owner) -> Iterator[C
     yield from (__setattr__, __delattr__)
 
 
-def _guarding_hooks(bound: Any, classes: Owner) -> Iterator[Callable[..., Any]]:
+def _guarding_hooks(bound: Any, classes: BoundClasses) -> Iterator[Callable[..., Any]]:
     def guarded_method(name: str) -> Callable[..., Any]:
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if made_by(self) is not None:

@@ -198,13 +198,6 @@ class ClassChange:
         return duplicate
 
 
-class PropertyChange(ClassChange):
-    """Makes the attribute ``name`` of one module read as ``value``, whatever the instance's ``__dict__`` holds."""
-
-    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
-        super().__init__(module, name, property(lambda self: value))
-
-
 class ForwardChange(ClassChange):
     """Replaces the ``forward`` of one module with a function of ``(self, ...)``.
 
@@ -255,8 +248,7 @@ class ForwardChange(ClassChange):
         self.keeps_original = reaches(self.forward, type(module).forward)
         super().apply()
         if engine_forward(module) is not None:
-            # Not self.forward: modules that are bound in the same way share one class, with the first one's function.
-            replace_captured(module, self._before.forward, vars(self._bound)["forward"])
+            replace_captured(module, self._before.forward, self._bound_forward)
 
     def refuse_own_forward(self) -> None:
         """Raise ``BindingError`` if the instance has a ``forward`` of its own in its ``__dict__``.
@@ -274,32 +266,34 @@ class ForwardChange(ClassChange):
         if what := super().overridden():
             return what
         module = self.target
-        given = module is not None and "forward" in vars(module)
-        if given and self._bound is not None:
-            bound = vars(self._bound)["forward"]
+        if module is None or "forward" not in vars(module):
+            return ""
+        if self._bound is not None:
+            bound = self._bound_forward
             if wraps(vars(module)["forward"], bound) or engine_calls(module, bound):
                 return ""
-        return f"it was given a forward of its own, {setter_of(module)}" if given else ""
+        return f"it was given a forward of its own, {setter_of(module)}"
 
     def suspended(self) -> AbstractContextManager[None]:
         """Let the module run its former forward inside this context, whatever other code has put around or above it."""
-        # Not self.forward: modules that are bound in the same way share one class, with the first one's function.
-        return _running(self.target, self._before.forward, vars(self._bound)["forward"])
+        return _running(self.target, self._before.forward, self._bound_forward)
 
     def revert(self) -> None:
         module = self.target
         super().revert()
         if module is not None and self._bound is not None:
-            # Not self.forward: modules that are bound in the same way share one class, with the first one's function.
-            replace_captured(module, vars(self._bound)["forward"], self._before.forward)
+            replace_captured(module, self._bound_forward, self._before.forward)
+
+    @property
+    def _bound_forward(self) -> Any:
+        """Not ``self.forward``: modules that are bound alike share one class, with the first one's function."""
+        return vars(self._bound)["forward"]
 
 
 @contextmanager
 def _running(module: nn.Module, former: Callable[..., Any], bound: Callable[..., Any]) -> Iterator[None]:
     undo = replace_captured(module, bound, former)
-    if "forward" not in vars(
-        module
-    ):  # no wrapper: a forward of the instance hides those of its class and of FSDP2's subclass
+    if "forward" not in vars(module):  # then one of the instance hides those of its class and of FSDP2's subclass
         vars(module)["forward"] = MethodType(former, module)
         undo = [lambda: vars(module).__delitem__("forward")]
     try:

@@ -18,20 +18,6 @@ class CodePlace:
         holder: the class, whose parents are looked through too; or the namespace or table.
         name: the attribute, or the key.
         label: what messages call the place.
-
-    Example:
-        >>> class Scale:
-        ...     def forward(self, x):
-        ...         return x * 2
-        >>> place, former = CodePlace(Scale, "forward", "Scale.forward"), Scale.forward
-        >>> place.replaced()
-        ''
-        >>> Scale.forward = lambda self, x: x * 3
-        >>> place.replaced()
-        'Scale.forward was replaced'
-        >>> Scale.forward = former
-        >>> place.replaced()
-        ''
     """
 
     __slots__ = ("_holder", "_label", "_name", "_parts", "_was")

@@ -28,7 +28,7 @@ def reaches(function: Function, other: Function) -> bool:
     """Whether ``function`` runs the code of ``other``: it closes over it, or is a clone of it with other globals."""
     code = getattr(other, "__code__", None)
     # A clone has a code object that is equal but not identical; closures of one definition share a code object.
-    return any(layer is other or (layer.__code__ == code and layer.__code__ is not code) for layer in _layers(function))
+    return any(layer is other or (layer.__code__ == code and layer.__code__ is not code) for layer in layers(function))
 
 
 def wraps(function: Function, other: Function) -> bool:
@@ -49,7 +49,7 @@ def wraps(function: Function, other: Function) -> bool:
 def names_in(function: Function) -> set[str]:
     """All attribute names and string constants in ``function`` and in the functions that it closes over."""
     names: set[str] = set()
-    for layer in _layers(function):
+    for layer in layers(function):
         for code in _codes(layer.__code__):
             names.update(code.co_names, *(_strings(constant) for constant in code.co_consts))
         for cell in layer.__closure__ or ():
@@ -60,7 +60,7 @@ def names_in(function: Function) -> set[str]:
 def only_reads(function: Function, name: str) -> bool:
     """Whether ``function`` names the attribute ``name`` only to read attributes of it: ``self.norm.weight``."""
     uses = []
-    for layer in _layers(function):
+    for layer in layers(function):
         for code in _codes(layer.__code__):
             for one, following in pairwise(dis.get_instructions(code)):
                 if one.argval == name:
@@ -119,15 +119,6 @@ def _is_method(value: Any, function: Function, module: nn.Module) -> bool:
     return bound or value is function
 
 
-def captured_cell(function: Function, name: str) -> CellType | None:
-    """The cell of the variable ``name``, in ``function`` or the closest function that it closes over."""
-    for layer in _layers(function):
-        for variable, cell in zip(layer.__code__.co_freevars, layer.__closure__ or (), strict=True):
-            if variable == name:
-                return cell
-    return None
-
-
 def _replace_within(value: Any, renewed: Function, depth: int, undo: list[Callable[[], None]]) -> None:
     """Apply ``renewed`` to every closure cell and callable attribute that ``value`` may call through.
 
@@ -177,14 +168,14 @@ def _value(contents: Any, depth: int) -> Hashable:
     return _equivalence(contents, depth)
 
 
-def _layers(function: Any, depth: int = 0) -> Iterator[FunctionType]:
+def layers(function: Any, depth: int = 0) -> Iterator[FunctionType]:
     """``function``, and the functions that it closes over."""
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType) or depth > _DEEPEST:
         return
     yield function
     for cell in function.__closure__ or ():
-        yield from _layers(_contents(cell), depth + 1)
+        yield from layers(_contents(cell), depth + 1)
 
 
 def _held(value: Any, depth: int) -> Iterator[Any]:

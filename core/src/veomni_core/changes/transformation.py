@@ -28,21 +28,6 @@ class Transformation(ABC):
 
     Attributes:
         name: what receipts and messages call this kind of transformation.
-
-    Example:
-        >>> from veomni_core.changes.change import AttributeChange
-        >>> class DropoutOff(Transformation):
-        ...     name = "dropout off"
-        ...
-        ...     def describe(self):
-        ...         return "every dropout at 0"
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
-        >>> with DropoutOff(model) as state:
-        ...     state.apply([("1", state.name, AttributeChange(model[1], "p", 0.0))])
-        ...     model[1].p, [each.describe() for each in transformations_of(model)]
-        (0.0, ['every dropout at 0'])
-        >>> model[1].p, state.active
-        (0.1, False)
     """
 
     name: ClassVar[str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 
 from veomni_core.errors import ConfigError, KernelUnavailableError, NoSiteError, VeOmniError
 
@@ -13,9 +14,10 @@ GOOD, FALLS_SHORT, BAD_USAGE = 0, 1, 2
 def main() -> None:
     """Entry point of the console script."""
     from veomni_core.cli.app import build_app
-    from veomni_core.discovery.trial import TIMEOUT
+    from veomni_core.discovery.discover import TRIAL_TIMEOUT
 
-    os.environ.setdefault(TIMEOUT, "60")
+    if find_spec("veomni_tools"):
+        os.environ.setdefault(TRIAL_TIMEOUT, "60")
     try:
         build_app()(prog_name="veomni")
     except VeOmniError as error:

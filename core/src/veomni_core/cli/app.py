@@ -18,35 +18,34 @@ from veomni_core.discovery.discover import discover
 from veomni_core.discovery.installed_plugins import installed_plugins
 from veomni_core.errors import did_you_mean
 
+_VERSIONS = "Print the versions of veomni-core and of every plugin."
 _HELP = {"help_option_names": ["-h", "--help"]}
 BUILTIN_VERBS = (
     CommandSpec("list", "veomni_core.cli.list_kernels:list_kernels", "What is installed: plugins, ops and kernels."),
-    CommandSpec("explain", "veomni_core.cli.explain:explain", "Why each kernel of an op would or would not run here."),
     CommandSpec("plan", "veomni_core.cli.plan_job:plan_job", "Which kernel a job would run at each site, and why."),
 )
 
 
-def _off_unless_given(options: list[Any]) -> list[Any]:
-    """``options``, with flags that nobody gave read as ``False`` instead of ``None``, which typer's own default to.
+class _FlagsOff:
+    """Flags that nobody gave read as ``False`` instead of ``None``, which typer's own default to.
 
     Typer takes a ``bool`` as it is. To look at a ``None`` it imports pydantic, a quarter of what `veomni list` needs.
     """
-    for option in options:
-        if getattr(option, "is_flag", False) and option.default is None:
-            option.default = False
-    return options
 
-
-class _Verb(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
-        return _off_unless_given(super().get_params(ctx))
+        options: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for option in options:
+            if getattr(option, "is_flag", False) and option.default is None:
+                option.default = False
+        return options
 
 
-class _Verbs(TyperGroup):
+class _Verb(_FlagsOff, TyperCommand):
+    """A subcommand."""
+
+
+class _Verbs(_FlagsOff, TyperGroup):
     """The built-in subcommands, and those of plugins."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _off_unless_given(super().get_params(ctx))
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self._verbs)
@@ -90,15 +89,7 @@ def build_app() -> typer.Typer:
 
 
 def _about(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            help="Print the versions of veomni-core and of every plugin.",
-            is_eager=True,
-            callback=_versions,
-        ),
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help=_VERSIONS, is_eager=True, callback=_versions)] = False,
 ) -> None:
     """Kernel plugins for LLM training: found, checked, chosen and bound by config."""
 

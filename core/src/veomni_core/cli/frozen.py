@@ -1,7 +1,6 @@
 """``--frozen``, and a job's ``train.frozen``: which lock file holds. veomni-tools reads them, and the file.
 
-A verb may be a plugin's own, and finding it imports plugins. So this is read before, from the command line as it was
-typed.
+A verb may be a plugin's own, and finding it imports plugins: so this is read before, from the command line as typed.
 """
 
 from __future__ import annotations
@@ -89,6 +88,5 @@ def frozen_job(job: Path) -> FrozenJob | None:
     Raises:
         LockFileError: there is no such lock file, or it is damaged.
     """
-    if not os.environ.get(FROZEN, "").strip():
-        return None
-    return lock_reader("locked_plans:frozen_job", FROZEN)(job)  # type: ignore[no-any-return]
+    read = lock_reader(os.environ, "locked_plans:frozen_job")
+    return read(job) if read else None

@@ -17,35 +17,20 @@ def list_kernels(frozen: Frozen = False, json: AsJson = False) -> None:
     """Print every plugin, with the kernels that are left out and why, and every kernel by op and variant."""
     registry = discover()
     if json:
-        print_json(
-            {
-                "plugins": [_plugin(record) for record in registry.plugins],
-                "conflicts": list(registry.describe_conflicts()),
-                "ops": _ops(registry),
-            }
-        )
+        plugins, conflicts = [_plugin(record) for record in registry.plugins], list(registry.describe_conflicts())
+        print_json({"plugins": plugins, "conflicts": conflicts, "ops": _ops(registry)})
     else:
-        print(
-            render_table(
-                ("plugin", "distribution", "state", "kernels"),
-                [(p.name, str(p), _state(p), str(len(p.kernels) if p.healthy else 0)) for p in registry.plugins],
-                "Plugins",
-            )
-        )
+        installed = [(p.name, str(p), _state(p), str(len(p.kernels) if p.healthy else 0)) for p in registry.plugins]
+        print(render_table(("plugin", "distribution", "state", "kernels"), installed, "Plugins"))
         ops = _ops(registry)
         for conflict in registry.describe_conflicts():
             print(fit(f"conflict: {conflict}"))
-        print(
-            render_table(
-                ("op", "field", "variant", "kernels"),
-                [
-                    (op["op"], op["field"], variant, ", ".join(kernel["name"] for kernel in kernels) or "-")
-                    for op in ops
-                    for variant, kernels in op["variants"].items()
-                ],
-                "Ops",
-            )
-        )
+        rows = [
+            (op["op"], op["field"], variant, ", ".join(kernel["name"] for kernel in kernels) or "-")
+            for op in ops
+            for variant, kernels in op["variants"].items()
+        ]
+        print(render_table(("op", "field", "variant", "kernels"), rows, "Ops"))
         for standing, kernels in _by_standing(ops).items():
             named = f"{len(kernels)} kernels (see veomni verify)" if standing == NEVER else ", ".join(kernels)
             print(fit(f"{standing}: {named}"))
@@ -68,13 +53,8 @@ def _state(record: PluginRecord) -> str:
 
 def _plugin(record: PluginRecord) -> dict[str, Any]:
     return {
-        "name": record.name,
-        "distribution": record.distribution,
-        "version": record.version,
-        "module": record.module,
-        "status": record.status,
-        "problem": record.problem,
-        "traceback": record.traceback,
+        **{name: getattr(record, name) for name in ("name", "distribution", "version", "module")},
+        **{name: getattr(record, name) for name in ("status", "problem", "traceback")},
         "kernels": [str(spec) for spec in record.kernels],
         "left_out": [{"kernel": str(skipped.spec), "reason": skipped.reason} for skipped in record.skipped],
     }

@@ -68,7 +68,7 @@ def _plan_of_sites(job: Path, file: Path, hardware: str | None, registry: Regist
             f"--sites {file} is no plan ({type(error).__name__}: {error}); write one with veomni plan JOB.yaml --json"
         ) from error
     config = OpsConfig.from_yaml(job, registry)
-    sites = [decision.site for op in found.ops for decision in op.sites]
+    sites = (each.site for each in found.decisions)
     return plan_sites(sites, config, hardware=hardware, autocast=found.autocast, training=found.training)
 
 

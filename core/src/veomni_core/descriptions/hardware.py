@@ -6,19 +6,12 @@ import functools
 import importlib.metadata
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from veomni_core.descriptions.field_types import (
-    instances_in,
-    names_in,
-    require_boolean,
-    require_integer,
-    require_name,
-    require_text,
-)
+from veomni_core.descriptions.field_types import check_fields, from_data
 from veomni_core.errors import SpecError, UnknownNameError, did_you_mean
 
 ANY_DEVICE = "any"
@@ -59,11 +52,7 @@ class Hardware:
     detected: bool = False
 
     def __post_init__(self) -> None:
-        require_name("Hardware", "device_type", self.device_type)
-        require_integer("Hardware", "compute_capability", self.compute_capability, optional=True)
-        require_text("Hardware", "name", self.name)
-        require_integer("Hardware", "count", self.count)
-        require_boolean("Hardware", "detected", self.detected)
+        check_fields(self, "Hardware", names=("device_type",))
         object.__setattr__(self, "device_type", canonical_device(self.device_type))
 
     @classmethod
@@ -161,12 +150,8 @@ class HardwareRequirement:
     others: tuple[HardwareRequirement, ...] = ()
 
     def __post_init__(self) -> None:
-        owner = "HardwareRequirement"
-        require_name(owner, "device_type", self.device_type)
-        require_integer(owner, "min_compute_capability", self.min_compute_capability, optional=True)
-        require_integer(owner, "max_compute_capability", self.max_compute_capability, optional=True)
+        check_fields(self, "HardwareRequirement", names=("device_type",))
         object.__setattr__(self, "device_type", canonical_device(self.device_type))
-        object.__setattr__(self, "packages", names_in(owner, "packages", self.packages))
         low, high = self.min_compute_capability, self.max_compute_capability
         if low is not None and high is not None and low > high:
             raise SpecError(f"HardwareRequirement: min_compute_capability {low} is above max_compute_capability {high}")
@@ -175,23 +160,14 @@ class HardwareRequirement:
                 requirement(package)
             except InvalidRequirement as error:
                 raise SpecError(f"HardwareRequirement: {package!r} is not a package requirement: {error}") from None
-        object.__setattr__(self, "others", instances_in(owner, "others", self.others, HardwareRequirement))
 
     def __or__(self, other: HardwareRequirement) -> HardwareRequirement:
         return replace(self, others=(*self.others, replace(other, others=()), *other.others))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> HardwareRequirement:
-        """The requirement that ``dataclasses.asdict`` turned into ``data``.
-
-        Raises:
-            SpecError: it is no such mapping.
-        """
-        known = [each.name for each in fields(cls)]
-        if not isinstance(data, Mapping) or any(name not in known for name in data):
-            raise SpecError(f"HardwareRequirement: expected a mapping of {', '.join(known)}, not {data!r}")
-        others = instances_in("HardwareRequirement", "others", data.get("others", ()), dict)
-        return cls(**{**data, "others": tuple(map(cls.from_dict, others))})
+        """The requirement that ``dataclasses.asdict`` turned into ``data``; raises SpecError if it is none."""
+        return from_data(cls, data)
 
     def unmet(self, hardware: Hardware) -> tuple[str, ...]:
         """The requirements that ``hardware`` does not meet, one sentence each; empty if it meets all.
@@ -230,13 +206,11 @@ class HardwareRequirement:
             return ()
         if self.device_type != hardware.device_type:
             return (f"needs device type {self.device_type}, this is {hardware.describe()}",)
-        reasons = []
         have, low, high = hardware.compute_capability, self.min_compute_capability, self.max_compute_capability
-        if low is not None and (have is None or have < low):
-            reasons.append(f"needs compute capability >= {show_capability(low)}, {_this_device(hardware)}")
-        if high is not None and (have is None or have > high):
-            reasons.append(f"needs compute capability <= {show_capability(high)}, {_this_device(hardware)}")
-        return tuple(reasons)
+        limits = [(">=", low)] if low is not None and (have is None or have < low) else []
+        limits += [("<=", high)] if high is not None and (have is None or have > high) else []
+        here = _this_device(hardware)
+        return tuple(f"needs compute capability {sign} {show_capability(limit)}, {here}" for sign, limit in limits)
 
 
 def _this_device(hardware: Hardware) -> str:

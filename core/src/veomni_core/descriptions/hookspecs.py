@@ -59,14 +59,14 @@ def veomni_commands() -> Iterable[CommandSpec]:  # type: ignore[empty-body]
     """Subcommands for the ``veomni`` command line."""
 
 
-# The type that each hook returns, in the order in which the hooks are called.
-DESCRIPTIONS: dict[str, type] = {
-    "veomni_ops": OpSpec,
-    "veomni_variants": VariantSpec,
-    "veomni_kernels": KernelSpec,
-    "veomni_devices": DeviceSpec,
-    "veomni_sites": SiteRule,
-    "veomni_model_rules": ModelRule,
-    "veomni_model_views": ModelViewSpec,
-    "veomni_commands": CommandSpec,
+# Of each hook, in the order in which they are called: where a plugin's record has what it returns, and its type.
+DESCRIPTIONS: dict[str, tuple[str, type]] = {
+    "veomni_ops": ("ops", OpSpec),
+    "veomni_variants": ("variants", VariantSpec),
+    "veomni_kernels": ("kernels", KernelSpec),
+    "veomni_devices": ("devices", DeviceSpec),
+    "veomni_sites": ("site_rules", SiteRule),
+    "veomni_model_rules": ("model_rules", ModelRule),
+    "veomni_model_views": ("model_views", ModelViewSpec),
+    "veomni_commands": ("commands", CommandSpec),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from veomni_core.descriptions.field_types import instances_in, require_name, require_text
+from veomni_core.descriptions.field_types import check_fields
 from veomni_core.errors import ConfigError, SpecError
 
 Value = bool | int | float | str
@@ -44,17 +44,14 @@ class KernelOption:
 
     def __post_init__(self) -> None:
         owner = f"KernelOption {self.name!r}"
-        require_name(owner, "name", self.name)
-        require_text(owner, "description", self.description)
+        check_fields(self, owner)
         if type(self.default) not in _TYPES:
             raise SpecError(f"{owner}: default must be a bool, int, float or str, not {self.default!r}")
         if self.minimum is not None and type(self.default) not in (int, float):
-            raise SpecError(
-                f"{owner}: minimum is for numbers; remove it, or give a number as default, not {self.default!r}"
-            )
+            advice = "remove it, or give a number as default"
+            raise SpecError(f"{owner}: minimum is for numbers; {advice}, not {self.default!r}")
         if self.minimum is not None and type(self.minimum) not in (int, float):
             raise SpecError(f"{owner}: minimum must be a number or None, not {self.minimum!r}")
-        object.__setattr__(self, "choices", instances_in(owner, "choices", self.choices, object))
         try:
             for value in (*self.choices, self.default):
                 self.check(owner, value)

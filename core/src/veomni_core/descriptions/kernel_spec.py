@@ -7,22 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from veomni_core.descriptions.field_types import (
-    instances_in,
-    names_in,
-    require_boolean,
-    require_instance,
-    require_integer,
-    require_name,
-    require_reference,
-    require_text,
-)
+from veomni_core.descriptions.field_types import check_fields
 from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
 from veomni_core.descriptions.kernel_option import KernelOption, Value
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.descriptions.suspicion import Suspicion
 from veomni_core.errors import ConfigError, KernelLoadError, SpecError, did_you_mean
-from veomni_core.random_states import random_states_kept_while_alone
+from veomni_core.random_states import random_states_kept
 
 EAGER = "eager"
 EXPERT_PARALLEL = "expert_parallel"  # what a site needs of a kernel that runs on one rank's experts
@@ -98,27 +89,12 @@ class KernelSpec:
     slow_check: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("name", "op_name", "variant"):
-            require_name(f"KernelSpec {self.name!r}", name, getattr(self, name))
         object.__setattr__(self, "settings", _pairs_in(f"KernelSpec {self.name!r}", self.settings))
         owner = f"KernelSpec {self}"
         if self.name in (EAGER, "auto"):
             raise SpecError(f"{owner}: {self.name!r} is reserved in configs; give the kernel another name")
-        require_reference(owner, "factory", self.factory)
-        for name in ("can_run", "mask"):
-            if getattr(self, name):
-                require_reference(owner, name, getattr(self, name))
-        require_instance(owner, "hardware", self.hardware, HardwareRequirement)
-        require_text(owner, "description", self.description)
-        require_text(owner, "digest", self.digest)
-        require_text(owner, "slow_check", self.slow_check)
-        require_integer(owner, "preference", self.preference)
-        for name in ("deterministic", "backward", "expert_parallel", "batch_invariant", "fullgraph"):
-            require_boolean(owner, name, getattr(self, name))
-        for name in ("dtypes", "features"):
-            object.__setattr__(self, name, names_in(owner, name, getattr(self, name)))
-        object.__setattr__(self, "options", instances_in(owner, "options", self.options, KernelOption))
-        object.__setattr__(self, "suspicions", instances_in(owner, "suspicions", self.suspicions, Suspicion))
+        names = ("name", "op_name", "variant")
+        check_fields(self, owner, names=names, references=("factory",), optional_references=("can_run", "mask"))
         if len({option.name for option in self.options}) < len(self.options):
             raise SpecError(f"{owner}: two of its options have the same name")
         if not self.dtypes:
@@ -215,7 +191,7 @@ class KernelSpec:
 
     def _imported(self, reference: str, made: Callable[[Any], Any] = lambda value: value) -> Callable[..., Any]:
         try:
-            with random_states_kept_while_alone():
+            with random_states_kept(only_while_alone=True):
                 function = made(load_attribute(reference))
         except (Exception, SystemExit) as error:
             raise KernelLoadError(f"{self}: {reference} failed: {type(error).__name__}: {error}") from error

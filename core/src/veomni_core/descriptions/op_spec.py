@@ -8,14 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from veomni_core.descriptions.field_types import (
-    names_in,
-    require_boolean,
-    require_mapping,
-    require_name,
-    require_reference,
-    require_text,
-)
+from veomni_core.descriptions.field_types import check_fields
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.errors import SpecError, did_you_mean
 
@@ -74,17 +67,9 @@ class OpSpec:
 
     def __post_init__(self) -> None:
         owner = f"OpSpec {self.name!r}"
-        for name in ("name", "config_field", "default"):
-            require_name(owner, name, getattr(self, name))
-        require_text(owner, "description", self.description)
-        require_reference(owner, "contract", self.contract)
-        for name in ("follows_autocast", "on_request", "reads_boundaries"):
-            require_boolean(owner, name, getattr(self, name))
-        object.__setattr__(self, "variants", names_in(owner, "variants", self.variants))
+        check_fields(self, owner, names=("name", "config_field", "default"), references=("contract",))
         if not self.variants:
             raise SpecError(f"{owner}: variants is empty; list at least one")
-        for name in ("variant_aliases", "published", "legacy_values", "added"):
-            require_mapping(owner, name, getattr(self, name), str)
         for alias, variant in self.variant_aliases.items():
             if variant not in self.variants:
                 raise SpecError(
@@ -131,9 +116,7 @@ class VariantSpec:
     contract: str
 
     def __post_init__(self) -> None:
-        for name in ("op_name", "name"):
-            require_name(f"VariantSpec {self.name!r}", name, getattr(self, name))
-        require_reference(f"VariantSpec {self}", "contract", self.contract)
+        check_fields(self, f"VariantSpec {self}", names=("op_name", "name"), references=("contract",))
 
     def __str__(self) -> str:
         return f"{self.op_name}/{self.name}"

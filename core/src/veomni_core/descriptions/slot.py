@@ -11,6 +11,15 @@ from veomni_core.errors import BindingError, BoundModelPickleError, SlotInUseErr
 Kernel = Callable[..., Any]
 
 
+class _NoModel:
+    """Holds the kernel of a slot for callers that name no model."""
+
+    named = "a caller of bind() that named no model"
+
+
+_NO_MODEL = _NoModel()
+
+
 class OpSlot:
     """A place in modeling code where a kernel may be put.
 
@@ -40,7 +49,6 @@ class OpSlot:
         self.use_non_eager_impl = False
         self._kernel: Kernel | None = None
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._held_by_nobody_in_particular = False
         self._declared_in: str | None = None
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -92,7 +100,7 @@ class OpSlot:
                 f"{self!r} is declared in a class body and has one slot per instance: bind the instance's "
                 f"(module.{self._attribute}), not {self._declared_in}"
             )
-        if self._kernel is not None and self._kernel is not kernel and self._still_needed():
+        if self._kernel is not None and self._kernel is not kernel and self._holders:
             held, wanted = _describe(self._kernel), _describe(kernel)
             if held == wanted:  # two objects with the same name, such as two closures of one function
                 held, wanted = (f"{held} at {id(each):#x}" for each in (self._kernel, kernel))
@@ -102,10 +110,7 @@ class OpSlot:
                 "first, or declare the slot in the class body, where each instance has its own"
             )
         self._kernel = kernel
-        if holder is None:
-            self._held_by_nobody_in_particular = True
-        else:
-            self._holders.add(holder)
+        self._holders.add(_NO_MODEL if holder is None else holder)
         self.use_non_eager_impl = True
 
     def unbind(self, holder: Any = None) -> None:
@@ -115,22 +120,16 @@ class OpSlot:
         """
         if holder is None:
             self._holders.clear()
-            self._held_by_nobody_in_particular = False
         else:
             self._holders.discard(holder)
-        if not self._still_needed():
+        if not self._holders:
             self._kernel = None
             self.use_non_eager_impl = False
 
-    def _still_needed(self) -> bool:
-        return self._held_by_nobody_in_particular or len(self._holders) > 0
-
     def _describe_holders(self) -> str:
         """The live models that hold the slot's kernel, for messages."""
-        holders = [f"a live {type(holder).__qualname__}" for holder in self._holders]
-        if self._held_by_nobody_in_particular:
-            holders.append("a caller of bind() that named no model")
-        return " and ".join(sorted(holders))
+        named = (each.named if each is _NO_MODEL else f"a live {type(each).__qualname__}" for each in self._holders)
+        return " and ".join(sorted(named))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._kernel is None:

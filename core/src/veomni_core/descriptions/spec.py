@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from veomni_core.descriptions.field_types import (
-    require_boolean,
-    require_integer,
-    require_mapping,
-    require_name,
-    require_reference,
-    require_text,
-)
+from veomni_core.descriptions.field_types import check_fields
 from veomni_core.descriptions.hardware import Hardware
 
 
@@ -46,11 +38,7 @@ class DeviceSpec:
     preset: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        owner = f"DeviceSpec {self.device_type!r}"
-        require_name(owner, "device_type", self.device_type)
-        require_reference(owner, "detect", self.detect)
-        require_mapping(owner, "named", self.named, Hardware)
-        require_mapping(owner, "preset", self.preset, str)
+        check_fields(self, f"DeviceSpec {self.device_type!r}", names=("device_type",), references=("detect",))
 
 
 @dataclass(frozen=True)
@@ -62,7 +50,7 @@ class SiteRule:
         locator: ``"module:attribute"`` of a class without constructor parameters that has the two methods of
             :class:`veomni_core.sites.site.SiteLocator`, and with ``installs_eager`` also that of
             :class:`veomni_core.sites.site.EagerSiteLocator`. A sharded model is given to it whole; see
-            :class:`veomni_core.sites.site.ShardedSiteLocator` and its neighbours for what it can say of shards.
+            ``veomni_transformers.engine.engine_layout`` for what it can say of shards.
         order: rules with a low order apply their changes first, which matters if two rules change one module.
         installs_eager: whether ``eager`` must be installed too, because the model may be set to something else.
         reads_parameters: whether the rule looks at parameters. A rule that doesn't also runs on models whose parameters
@@ -88,13 +76,7 @@ class SiteRule:
     proves: bool = False
 
     def __post_init__(self) -> None:
-        owner = f"SiteRule {self.name!r}"
-        require_name(owner, "name", self.name)
-        require_reference(owner, "locator", self.locator)
-        require_integer(owner, "order", self.order)
-        require_boolean(owner, "installs_eager", self.installs_eager)
-        require_boolean(owner, "reads_parameters", self.reads_parameters)
-        require_boolean(owner, "proves", self.proves)
+        check_fields(self, references=("locator",))
 
 
 @dataclass(frozen=True)
@@ -117,10 +99,7 @@ class ModelRule:
     order: int = 50
 
     def __post_init__(self) -> None:
-        owner = f"ModelRule {self.name!r}"
-        require_name(owner, "name", self.name)
-        require_reference(owner, "rule", self.rule)
-        require_integer(owner, "order", self.order)
+        check_fields(self, references=("rule",))
 
 
 @dataclass(frozen=True)
@@ -144,44 +123,7 @@ class ModelViewSpec:
     order: int = 50
 
     def __post_init__(self) -> None:
-        owner = f"ModelViewSpec {self.name!r}"
-        require_name(owner, "name", self.name)
-        require_reference(owner, "view", self.view)
-        require_integer(owner, "order", self.order)
-
-
-@dataclass(frozen=True)
-class JobConditions:
-    """What a plan depends on besides a job's ``model`` section.
-
-    Args:
-        device: where the job runs, as torch names devices; ``None`` for the machine's accelerator.
-        autocast: the dtype of the ``torch.autocast`` that it trains under; ``None`` for training without it.
-        distributed_config: how transformers' engine will shard the model, as fields of its ``DistributedConfig``
-            (``{"fsdp_size": 4, "ep_size": 2}``); ``None`` for a model that it doesn't shard.
-        dtype: the dtype of the weights; ``None`` for the job's ``model.dtype``.
-        ops_implementation: what is planned with in place of the job's section of that name; ``None`` for that section.
-        batch: the sequences of a step on one device, and their length; ``None`` where steps differ in shape.
-        vocabulary: the number of embeddings that the job's data give its model; ``None`` for what its config says.
-        architecture: the class of the job's model, where it is another one than the config's, such as a classifier.
-        needs_accelerator: whether the job names an accelerator, so that it doesn't run on a machine without one.
-
-    Example:
-        >>> def check(path, hardware, changes=()):  # named by a CommandSpec's job_check, for a job in bfloat16
-        ...     return JobConditions(autocast="bfloat16", dtype="float32")
-        >>> check("job.yaml", Hardware.named("h200")).autocast
-        'bfloat16'
-    """
-
-    device: str | None = None
-    autocast: str | None = None
-    distributed_config: Mapping[str, Any] | None = None
-    dtype: str | None = None
-    ops_implementation: Mapping[str, Any] | None = None
-    batch: tuple[int, int] | None = None
-    vocabulary: int | None = None
-    architecture: str | None = None
-    needs_accelerator: bool = False
+        check_fields(self, references=("view",))
 
 
 @dataclass(frozen=True)
@@ -195,9 +137,9 @@ class CommandSpec:
         help: one line for ``veomni --help``.
         job_check: for a subcommand that runs jobs, ``"module:attribute"`` of a function that takes the path of a job
             file and the :class:`Hardware` that is planned for, and raises what the subcommand would raise for that job.
-            It may return the :class:`JobConditions` under which the subcommand would plan. ``veomni plan`` calls it for
-            jobs with sections besides ``model``, so that it refuses the same jobs. ``veomni plan --set`` gives it the
-            list ``changes`` too: ``["train.steps=100"]``.
+            It may return the :class:`veomni_core.JobConditions` under which the subcommand would plan. ``veomni plan``
+            calls it for jobs with sections besides ``model``, so that it refuses the same jobs. ``veomni plan --set``
+            gives it the list ``changes`` too: ``["train.steps=100"]``.
 
     Example:
         >>> CommandSpec("profile", "acme_profile.command:profile", help="times every kernel of a job").target
@@ -210,9 +152,4 @@ class CommandSpec:
     job_check: str = ""
 
     def __post_init__(self) -> None:
-        owner = f"CommandSpec {self.name!r}"
-        require_name(owner, "name", self.name)
-        require_reference(owner, "target", self.target)
-        require_text(owner, "help", self.help)
-        if self.job_check != "":
-            require_reference(owner, "job_check", self.job_check)
+        check_fields(self, references=("target",), optional_references=("job_check",))

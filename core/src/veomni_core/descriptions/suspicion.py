@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from veomni_core.descriptions.field_types import require_instance, require_name
+from veomni_core.descriptions.field_types import check_fields, from_data
 from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
-from veomni_core.errors import SpecError
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,7 @@ class Suspicion:
     seen: bool = True
 
     def __post_init__(self) -> None:
-        require_instance("Suspicion", "where", self.where, HardwareRequirement)
-        require_name("Suspicion", "why", self.why)
-        require_instance("Suspicion", "seen", self.seen, bool)
+        check_fields(self, "Suspicion", names=("why",))
 
     def covers(self, hardware: Hardware) -> bool:
         """Whether ``hardware`` is one of the machines. Of hardware that isn't here, versions of packages are unknown.
@@ -50,13 +47,5 @@ class Suspicion:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Suspicion:
-        """The suspicion that ``dataclasses.asdict`` turned into ``data``.
-
-        Raises:
-            SpecError: it is no such mapping.
-        """
-        known = [each.name for each in fields(cls)]
-        # A plan that an older version wrote says nothing of ``seen``.
-        if not isinstance(data, Mapping) or {*data, "seen"} != set(known):
-            raise SpecError(f"Suspicion: expected a mapping of {', '.join(known)}, not {data!r}")
-        return cls(**{**data, "where": HardwareRequirement.from_dict(data["where"])})
+        """The suspicion that ``dataclasses.asdict`` turned into ``data``; raises SpecError if it is none."""
+        return from_data(cls, data)

@@ -8,8 +8,10 @@ that is not installed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from operator import attrgetter
+from typing import Any
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec
@@ -57,14 +59,10 @@ def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
     """The plugins that conflict with others: the ``id`` of each one's record, and what is wrong."""
     problems: dict[int, str] = {}
     for what, field, attribute in _MUST_BE_UNIQUE:
-        owners: dict[str, list[PluginRecord]] = defaultdict(list)
-        for record in healthy:
-            for described in getattr(record, field):
-                owners[getattr(described, attribute)].append(record)
-        for name, claimants in owners.items():
+        for name, claimants in _claimants(healthy, field, attrgetter(attribute)):
             if len(claimants) > 1:
-                who = " and ".join(sorted({str(record) for record in claimants}))
-                problems.update((id(record), f"{what} {name!r} is defined by {who}") for record in _losers(claimants))
+                why = f"{what} {name!r} is defined by {_who(claimants)}"
+                problems.update((id(record), why) for record in _losers(claimants))
     problems |= _variants_twice(healthy)
     if problems:
         return problems
@@ -95,23 +93,29 @@ def _losers(claimants: list[PluginRecord]) -> list[PluginRecord]:
 def _variants_twice(healthy: list[PluginRecord]) -> dict[int, str]:
     """The plugins that add a variant which another one, or the op itself, has already."""
     problems: dict[int, str] = {}
-    owners: dict[str, list[PluginRecord]] = defaultdict(list)
-    own = {
-        f"{op.name}/{name}": record
-        for record in healthy
-        for op in record.ops
-        for name in (*op.variants, *op.variant_aliases)
-    }
-    for record in healthy:
-        for variant in record.variants:
-            owners[str(variant)].append(record)
-    for name, claimants in owners.items():
+    described = [(record, op) for record in healthy for op in record.ops]
+    own = {f"{op.name}/{name}": record for record, op in described for name in (*op.variants, *op.variant_aliases)}
+    for name, claimants in _claimants(healthy, "variants", str):
         if name in own:
             problems.update((id(record), f"{own[name]} has the variant {name} already") for record in claimants)
         elif len(claimants) > 1:
-            who = " and ".join(sorted({str(record) for record in claimants}))
-            problems.update((id(record), f"the variant {name} is defined by {who}") for record in claimants)
+            problems.update((id(record), f"the variant {name} is defined by {_who(claimants)}") for record in claimants)
     return problems
+
+
+def _claimants(
+    healthy: list[PluginRecord], field: str, key: Callable[[Any], str]
+) -> Iterable[tuple[str, list[PluginRecord]]]:
+    """The plugins that describe each thing of a ``field``, by its ``key``."""
+    found: dict[str, list[PluginRecord]] = defaultdict(list)
+    for record in healthy:
+        for described in getattr(record, field):
+            found[key(described)].append(record)
+    return found.items()
+
+
+def _who(claimants: Iterable[PluginRecord]) -> str:
+    return " and ".join(sorted({str(record) for record in claimants}))
 
 
 def _with_known_kernels(

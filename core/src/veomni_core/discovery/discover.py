@@ -19,15 +19,16 @@ from opcode import opname
 from typing import Any
 
 from veomni_core.descriptions.hookspecs import DEFINITIONS_GROUP, ENTRY_POINT_GROUP
+from veomni_core.descriptions.references import load_from
 from veomni_core.discovery.conflicts import CORE, claimed_twice, settle
 from veomni_core.discovery.hooks import described_by
 from veomni_core.discovery.installed_plugins import InstalledPlugin, installed_plugins
-from veomni_core.discovery.lock_guard import lock_guard
+from veomni_core.discovery.lock_guard import FROZEN, lock_reader
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
-from veomni_core.discovery.trial import trial_timeout, tried
 from veomni_core.errors import ConfigError, PluginLoadError, SpecError, UnknownNameError, did_you_mean
 
 _NO_KERNELS = f"which VEOMNI_PLUGINS does not leave out: declare it under {ENTRY_POINT_GROUP}"
+TRIAL_TIMEOUT = "VEOMNI_PLUGIN_TIMEOUT"
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
 
@@ -40,7 +41,8 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
     - ``VEOMNI_DISABLE_PLUGIN_AUTOLOAD=1``: of the others load only those in ``VEOMNI_PLUGINS``, none if it is empty;
     - ``VEOMNI_PLUGINS_STRICT=1``: raise at the first plugin that fails;
     - ``VEOMNI_PLUGIN_TIMEOUT``: a plugin that no op's own plugin names is first loaded in a process of its own, which
-      may take so many seconds, so that one that aborts or hangs is named; the command ``veomni`` sets 60;
+      may take so many seconds, so that one that aborts or hangs is named; with veomni-tools the command ``veomni``
+      sets 60;
     - ``VEOMNI_FROZEN``: a lock file. What is installed is compared with it before any plugin is imported, and then what
       plugins describe.
 
@@ -71,7 +73,8 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
     """
     environ = os.environ if environ is None else environ
     strict = read_switch(environ, "VEOMNI_PLUGINS_STRICT")
-    guard = lock_guard(environ)
+    make_guard = lock_reader(environ, "locked:Guard")
+    guard = make_guard(environ[FROZEN].strip()) if make_guard else None
     if guard:
         guard.refuse_changed_files()
     described = describe(environ)
@@ -98,25 +101,23 @@ def describe(environ: Mapping[str, str]) -> list[PluginRecord]:
         for plugin in _name_once(found)
     }
     waiting = [plugin for plugin, record in records.items() if record is None]
-    problems: dict[str, str] = {}
-    if timeout := trial_timeout(environ):
-        ops = [op for record in records.values() if record for op in record.ops]
-        vouched_for = {distribution for op in ops for distribution in op.published.values()}
-        problems = tried([plugin for plugin in waiting if plugin.distribution not in vouched_for], timeout)
+    ops = [op for record in records.values() if record for op in record.ops]
+    vouched_for = {distribution for op in ops for distribution in op.published.values()}
+    problems = _on_trial([plugin for plugin in waiting if plugin.distribution not in vouched_for], environ)
     for plugin in waiting:
         records[plugin] = _load(replace(plugin, problem=problems.get(plugin.module, "")))
     return [CORE, *filter(None, records.values())]
 
 
-def definitions() -> tuple[PluginRecord, ...]:
-    """The core's record and those of the installed ``veomni.definitions``: what a registry of given kernels needs.
-
-    Example:
-        >>> registry = build_registry(definitions(), {})
-        >>> registry.kernels("rms_norm"), registry.op("rms_norm").config_field
-        ((), 'rms_norm_implementation')
-    """
-    return CORE, *(_load(plugin) for plugin in _name_once(installed_plugins()) if plugin.defines)
+def _on_trial(plugins: list[InstalledPlugin], environ: Mapping[str, str]) -> dict[str, str]:
+    """How plugins that no op names end or hold a process that loads them, by module; by veomni-tools, if required."""
+    seconds = environ.get(TRIAL_TIMEOUT, "").strip()
+    if not (seconds and plugins):
+        return {}
+    try:
+        return load_from("veomni_tools.plugin_trial:tried")(plugins, seconds)  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise ConfigError(f"{TRIAL_TIMEOUT}={seconds} loads plugins on trial, and {error}") from error
 
 
 def read_switch(environ: Mapping[str, str], name: str) -> bool:

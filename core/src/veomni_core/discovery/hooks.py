@@ -12,18 +12,6 @@ import pluggy
 from veomni_core.descriptions import hookspecs
 from veomni_core.errors import SpecError
 
-# The field of a plugin's record that holds what each hook returns.
-_FIELDS = {
-    "veomni_ops": "ops",
-    "veomni_variants": "variants",
-    "veomni_kernels": "kernels",
-    "veomni_devices": "devices",
-    "veomni_sites": "site_rules",
-    "veomni_model_rules": "model_rules",
-    "veomni_model_views": "model_views",
-    "veomni_commands": "commands",
-}
-
 
 def described_by(module: Any) -> dict[str, tuple[Any, ...]]:
     """Call each hook of one plugin, in a separate pluggy manager, so that plugins can't interfere with each other."""
@@ -36,12 +24,12 @@ def described_by(module: Any) -> dict[str, tuple[Any, ...]]:
     except pluggy.PluginValidationError as error:
         raise SpecError(f"{error}. Hooks: {', '.join(hookspecs.DESCRIPTIONS)}") from error
     described = {}
-    for hook, kind in hookspecs.DESCRIPTIONS.items():
+    for hook, (field, kind) in hookspecs.DESCRIPTIONS.items():
         try:
             answers = getattr(manager.hook, hook)()
         except SpecError as error:
             raise SpecError(f"{hook}() of {module.__name__}: {error}") from error
-        described[_FIELDS[hook]] = tuple(item for answer in answers for item in _checked(hook, kind, answer))
+        described[field] = tuple(item for answer in answers for item in _checked(hook, kind, answer))
     return described
 
 
@@ -67,11 +55,8 @@ def _check_api_versions(module: Any) -> None:
         )
     if pair[1] < here[0] or pair[0] > here[-1]:
         said = f"version {declared!r}" if pair[0] == pair[1] else f"versions {pair[0]} to {pair[1]}"
-        remedy = (
-            "Install a newer version of the plugin, or an older veomni-core"
-            if pair[1] < here[0]
-            else "Upgrade veomni-core, or install an older version of the plugin"
-        )
+        newer, older = "Install a newer version of the plugin, or an older", "or install an older version of the plugin"
+        remedy = f"{newer} veomni-core" if pair[1] < here[0] else f"Upgrade veomni-core, {older}"
         raise SpecError(f"{module.__name__} has plugin API {said}; this core supports {supported}. {remedy}")
 
 

@@ -11,23 +11,13 @@ from veomni_core.errors import LockFileError
 FROZEN = "VEOMNI_FROZEN"
 
 
-def lock_guard(environ: Mapping[str, str]) -> Any:
-    """What refuses to differ from the lock file that ``VEOMNI_FROZEN`` names; ``None`` where it is not set.
+def lock_reader(environ: Mapping[str, str], reference: str) -> Any:
+    """What veomni-tools has under ``reference``, in its folder of lock files; ``None`` where no lock file is named.
 
     Raises:
-        LockFileError: there is no such file, it is damaged, or veomni-tools is not installed.
-    """
-    name = environ.get(FROZEN, "").strip()
-    return lock_reader("locked:Guard", FROZEN)(name) if name else None
-
-
-def lock_reader(reference: str, named_by: str) -> Any:
-    """What veomni-tools has under ``reference``, in its folder of lock files.
-
-    Raises:
-        LockFileError: veomni-tools is not installed, and ``named_by`` requires it.
+        LockFileError: ``VEOMNI_FROZEN`` names one, and veomni-tools is not installed.
     """
     try:
-        return load_from(f"veomni_tools.locks.{reference}")
+        return load_from(f"veomni_tools.locks.{reference}") if environ.get(FROZEN, "").strip() else None
     except ImportError as error:
-        raise LockFileError(f"{named_by} names a lock file, and {error}") from error
+        raise LockFileError(f"{FROZEN} names a lock file, and {error}") from error

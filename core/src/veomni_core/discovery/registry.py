@@ -13,7 +13,6 @@ from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, ModelRule, ModelViewSpec, SiteRule
-from veomni_core.discovery.detection import detect
 from veomni_core.errors import HostError, KernelUnavailableError, UnknownNameError, did_you_mean
 
 Status = Literal["loaded", "failed", "blocked"]
@@ -183,10 +182,8 @@ class Registry:
             return None
         for (op_name, variant, kernel_name), claimants in self.conflicts.items():
             if (op_name, kernel_name) == (op, name):
-                return (
-                    f"{name} for {variant} is claimed by {' and '.join(claimants)}; block all but one of them "
-                    "with VEOMNI_PLUGINS_BLOCK"
-                )
+                who = " and ".join(claimants)
+                return f"{name} for {variant} is claimed by {who}; block all but one of them with VEOMNI_PLUGINS_BLOCK"
         for plugin in self.plugins:
             if not plugin.healthy and any((spec.op_name, spec.name) == (op, name) for spec in plugin.kernels):
                 return f"{name} is provided by {plugin}, which {plugin.absence}"
@@ -294,6 +291,17 @@ class Registry:
 
     def _names(self, op: str) -> set[str]:
         return {kernel.name for kernel in self._kernels.get(op, ())}
+
+
+def detect(device: DeviceSpec) -> tuple[Hardware | None, str]:
+    """Call ``device.detect``. Returns the hardware, or ``None``; and what went wrong, which is empty if nothing did."""
+    try:
+        found = load_attribute(device.detect)()
+    except (Exception, SystemExit) as error:
+        return None, f"{device.detect} failed: {error!r}"
+    if found is None or isinstance(found, Hardware):
+        return found, ""
+    return None, f"{device.detect} must return a Hardware or None, not {found!r} ({type(found).__name__})"
 
 
 def load_rule(registry: Registry, rule: ModelRule | ModelViewSpec, reference: str) -> Any:

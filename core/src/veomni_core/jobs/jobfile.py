@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,7 @@ import yaml
 from veomni_core.errors import JobFileError
 
 _MOST_VALUES = 1_000_000  # that a file may stand for, once its aliases are followed
-_NO_VALUE = (
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-)  # what PyYAML's constructors raise of a date, a number, ...
+_NO_VALUE = (ValueError, TypeError, KeyError, AttributeError)  # PyYAML's constructors raise them of a date, a number, …
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -40,9 +34,8 @@ class _StrictLoader(yaml.SafeLoader):
             kind = node.tag.rpartition(":")[2]
             raise _problem(f"{str(node.value)[:60]!r} can't be read as {kind}: {error!r}"[:300], node) from None
         if isinstance(value, int) and abs(value) >= 2**64:
-            raise _problem(
-                "this number has more than 64 bits; write it with a point if it needs no digit of them", node
-            )
+            advice = "write it with a point if it needs no digit of them"
+            raise _problem(f"this number has more than 64 bits; {advice}", node)
         if isinstance(value, str) and not _can_be_encoded(value):
             raise _problem(f"{value!r} holds half of a surrogate pair, which is no character", node)
         return value
@@ -128,37 +121,6 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return value
 
 
-def job_file_error(source: str, problems: Mapping[str, str]) -> JobFileError:
-    """One error for all ``problems`` of the job in ``source``.
-
-    ``problems`` maps the dotted path of each key (empty for the whole job) to what is wrong with it.
-    """
-    lines = [f"{path}: {problem}" if path else problem for path, problem in problems.items()]
-    if len(lines) == 1:
-        return JobFileError(f"{source}: {lines[0]}")
-    return JobFileError(f"{source}: {len(lines)} problems\n" + "\n".join(f"  - {line}" for line in lines))
-
-
-def shown(value: Any) -> str:
-    """A value and its type, with the type's name in YAML: ``3 (integer)``."""
-    names = {bool: "true/false", int: "integer", float: "number", str: "text", list: "list", dict: "mapping"}
-    if value is None:
-        return "nothing"
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({names.get(type(value), type(value).__name__)})"
-
-
 def at_home(name: str | Path) -> Path:
     """The path ``name`` with ``~`` and ``$VARIABLE`` replaced; each stays where there is no such home or variable."""
     return Path(os.path.expandvars(os.path.expanduser(name)))  # Path.expanduser raises a RuntimeError there
-
-
-def beside_job(name: str, folder: Path) -> str:
-    """The path or glob ``name``, made absolute in ``folder`` or else in the working directory.
-
-    Returned unchanged if it exists in neither.
-    """
-    if "\0" in name:  # no path has it, and glob raises
-        return name
-    candidates = [str(base / at_home(name)) for base in (folder.absolute(), Path.cwd())]
-    return next((path for path in candidates if os.path.lexists(path) or any(glob.iglob(path, recursive=True))), name)

@@ -121,28 +121,6 @@ def _is_dtensor(tensor: Tensor | None) -> bool:
     return DTensor is not None and isinstance(tensor, DTensor)
 
 
-def as_softmax_takes(tensor: Tensor) -> Tensor:
-    """Cast ``tensor`` to the dtype in which ``torch.softmax`` currently computes.
-
-    Autocast runs softmax in float32 on CUDA, and in the input's dtype on the CPU. So this asks PyTorch, with a softmax
-    of zero rows.
-
-    Args:
-        tensor: ``[..., C]``, of any floating dtype.
-
-    Returns:
-        ``tensor``, or a copy in the dtype of the softmax.
-
-    Example:
-        >>> logits = torch.randn(5, 8).bfloat16()
-        >>> as_softmax_takes(logits) is logits  # without autocast
-        True
-    """
-    if autocast_dtype(tensor.device.type) is None:
-        return tensor
-    return tensor.to(torch.softmax(tensor[:0], dim=-1).dtype)
-
-
 def autocast_off(device_type: str) -> AbstractContextManager[Any]:
     """A context in which autocast is off for ``device_type``.
 

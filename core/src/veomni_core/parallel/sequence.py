@@ -1,14 +1,9 @@
 """The former home of :mod:`veomni_transformers.sequence`; goes with the next release."""
 
-from __future__ import annotations
+from veomni_core.moved_names import moved
 
-import importlib
-import warnings
-from typing import Any
-
-
-def __getattr__(name: str) -> Any:
-    home = "veomni_transformers.sequence"
-    value = getattr(importlib.import_module(home), name)
-    warnings.warn(f"veomni_core.parallel.sequence.{name} is now {home}.{name}", FutureWarning, stacklevel=2)
-    return value
+_MOVED = (
+    *("SequenceParallel", "apply_ulysses", "gather_heads_scatter_seq", "gather_outputs", "gather_seq_scatter_heads"),
+    *("scatter_attention_heads", "slice_input_tensor", "sp_pad_and_slice", "unpad_tensor"),
+)
+__getattr__ = moved(__name__, {"veomni_transformers.sequence": _MOVED})

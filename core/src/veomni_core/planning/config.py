@@ -9,23 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from veomni_core.descriptions.kernel_spec import EAGER
+from veomni_core.descriptions.references import load_if_installed
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConfigError, MissingOpsImplementationError, UnknownNameError, did_you_mean
 from veomni_core.jobs.jobfile import load_yaml
 from veomni_core.planning.choice import AUTO, Choice, preset_choice, shown, written_choice
-from veomni_core.planning.unwritten_preset import warn_without_preset
 
 VERIFIED, NOTHING = "verified", "nothing"
-REQUIRE = (NOTHING, VERIFIED)
 ON_CHANGE = ("raise", "eager")
 TRAINING_LOGITS = ("deferred", "computed", "none")
-# Fields that VeOmni has for single models.
-_ONLY_VEOMNIS = {
-    "dsa_attention_implementation": "DeepSeek's sparse attention",
-    "dsa_indexer_implementation": "the indexer of DeepSeek's sparse attention",
-    "mhc_implementation": "manifold-constrained hyper-connections",
-}
+# The values of each setting that is for all ops; the first is the default.
+_SETTINGS = {"on_change": ON_CHANGE, "training_logits": TRAINING_LOGITS, "require": (NOTHING, VERIFIED)}
+_VEOMNI_CONFIGS = "veomni_ops.veomni_configs"
 
 
 @dataclass(frozen=True)
@@ -113,11 +109,8 @@ class OpsConfig:
         registry = registry or discover(environ)
         section = _ops_section(data)
         fields = dict(section)
-        preset = fields.pop("preset", AUTO)
-        profile = fields.pop("profile", {})
-        on_change = one_of("on_change", fields.pop("on_change", "raise"), ON_CHANGE)
-        training_logits = one_of("training_logits", fields.pop("training_logits", "deferred"), TRAINING_LOGITS)
-        require = one_of("require", fields.pop("require", NOTHING), REQUIRE)
+        preset, profile = fields.pop("preset", AUTO), fields.pop("profile", {})
+        settings = {name: one_of(name, fields.pop(name, values[0]), values) for name, values in _SETTINGS.items()}
         presets = known_presets(registry)
         if str(preset) not in presets:
             raise UnknownNameError(f"preset: {preset!r} is unknown. {did_you_mean(str(preset), presets)}")
@@ -125,11 +118,9 @@ class OpsConfig:
         by_field = {op.config_field: op for op in registry.ops.values()}
         for name in fields:
             if name not in by_field:
-                nearest = did_you_mean(
-                    str(name), [*by_field, "preset", "profile", "on_change", "require", "training_logits"]
-                )
-                if name in _ONLY_VEOMNIS:
-                    nearest = f"In VeOmni it chooses {_ONLY_VEOMNIS[name]}; no op is here for that, so leave it out"
+                hint = load_if_installed(f"{_VEOMNI_CONFIGS}:only_veomnis")
+                known = [*by_field, "preset", "profile", *_SETTINGS]
+                nearest = (hint and hint(name)) or did_you_mean(str(name), known)
                 raise UnknownNameError(f"ops_implementation.{name}: no such field. {nearest}")
         choices = {
             op.name: written_choice(op, fields[name], registry)
@@ -137,18 +128,9 @@ class OpsConfig:
             else preset_choice(op, preset, presets[preset][name])
             for name, op in sorted(by_field.items())
         }
-        if "preset" not in section:
-            warn_without_preset(choices.values(), registry.ops.values())
-        return cls(
-            preset=preset,
-            choices=choices,
-            registry=registry,
-            backend=_modeling_backend(environ),
-            profile=profile,
-            on_change=on_change,
-            training_logits=training_logits,
-            require=require,
-        )
+        if "preset" not in section and (warn := load_if_installed(f"{_VEOMNI_CONFIGS}:warn_without_preset")):
+            warn(choices.values(), registry.ops)
+        return cls(preset, choices, registry, _modeling_backend(environ), profile, **settings)
 
     def with_value(self, config_field: str, value: Any) -> OpsConfig:
         """A copy of this config with one field set to ``value``."""

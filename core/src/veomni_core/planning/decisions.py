@@ -57,14 +57,8 @@ class SiteDecision:
 
     def to_dict(self) -> dict[str, Any]:
         """The decision as plain data, with the kernel's name in place of its spec."""
-        return {
-            "site": asdict(self.site),
-            "kernel": self.kernel,
-            "reason": self.reason,
-            "as_asked": self.as_asked,
-            "dtypes": self.dtypes,
-            "glob": self.glob,
-        }
+        rest = {name: getattr(self, name) for name in ("kernel", "reason", "as_asked", "dtypes", "glob")}
+        return {"site": asdict(self.site), **rest}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], specs: Mapping[tuple[str, str, str], KernelSpec]) -> SiteDecision:
@@ -122,14 +116,8 @@ class OpDecision:
 
     def to_dict(self) -> dict[str, Any]:
         """The decision as plain data."""
-        return {
-            "op_name": self.op_name,
-            "config_field": self.config_field,
-            "asked": self.asked,
-            "written": self.written,
-            "preset": self.preset,
-            "sites": [decision.to_dict() for decision in self.sites],
-        }
+        rest = {name: getattr(self, name) for name in ("op_name", "config_field", "asked", "written", "preset")}
+        return {**rest, "sites": [decision.to_dict() for decision in self.sites]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], specs: Mapping[tuple[str, str, str], KernelSpec]) -> OpDecision:

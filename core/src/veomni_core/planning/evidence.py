@@ -7,7 +7,6 @@ them isn't installed, or the hardware is named and not here, nothing was found.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from veomni_core.descriptions.hardware import Hardware
@@ -41,19 +40,6 @@ class Evidence:
         return f"pip install veomni-conformance, and veomni verify {plugin.distribution} --kernel {spec} checks it"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What was measured at one kind of site.
-
-    Attributes:
-        kernel: the best kernel's name, or ``eager``; ``None`` where nothing says.
-        reason: the figures, or why nothing says; empty if this model was never measured.
-    """
-
-    kernel: str | None
-    reason: str
-
-
 class Times(Protocol):
     """What was measured of one job on this machine.
 
@@ -66,8 +52,11 @@ class Times(Protocol):
     def kind(self, site: Site, dtypes: tuple[str, ...]) -> Hashable:
         """What is the same of all sites that one measurement is for."""
 
-    def at(self, kind: Hashable, usable: Sequence[KernelSpec]) -> Measured:
-        """What to take at a site of ``kind``, of the model's own code and of the kernels that are ``usable`` there."""
+    def at(self, kind: Hashable, usable: Sequence[KernelSpec]) -> tuple[str | None, str]:
+        """What to take at a site of ``kind``, ``eager`` or one of the kernels ``usable`` there; and the figures.
+
+        Or ``None``, and why nothing says; that is empty if this model was never measured.
+        """
 
     def notes(self) -> Iterator[str]:
         """For the plan: which profile decided, and why it did not where it did not."""

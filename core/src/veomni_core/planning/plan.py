@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
-from veomni_core.descriptions.kernel_option import KernelOption
+from veomni_core.descriptions.field_types import from_data
+from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.sharding import WHOLE
-from veomni_core.descriptions.suspicion import Suspicion
 from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.tables import fit, render_table
 
@@ -37,16 +36,6 @@ class PlannedKernel:
     distribution: str
     version: str
     standing: str = ""
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> PlannedKernel:
-        """The kernel that ``dataclasses.asdict`` turned into ``data``."""
-        spec = dict(data["spec"])
-        spec["hardware"] = HardwareRequirement.from_dict(spec["hardware"])
-        spec["suspicions"] = tuple(map(Suspicion.from_dict, spec.get("suspicions", ())))
-        spec["options"] = tuple(KernelOption(**option) for option in spec.get("options", ()))
-        spec["settings"] = tuple((name, value) for name, value in spec.get("settings", ()))
-        return cls(KernelSpec(**spec), data["distribution"], data["version"], data.get("standing", ""))
 
 
 @dataclass(frozen=True)
@@ -111,22 +100,17 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """The plan that :meth:`to_json` wrote."""
         data = json.loads(text)
-        kernels = tuple(PlannedKernel.from_dict(kernel) for kernel in data["kernels"])
+        kernels = tuple(from_data(PlannedKernel, kernel) for kernel in data["kernels"])
         specs = {(*kernel.spec.key[:2], kernel.spec.label): kernel.spec for kernel in kernels}
-        return cls(
-            hardware=Hardware(**data["hardware"]),
-            ops=tuple(OpDecision.from_dict(op, specs) for op in data["ops"]),
-            kernels=kernels,
-            assumptions=tuple(data["assumptions"]),
-            failed_rules=tuple(data.get("failed_rules", ())),
-            autocast=data.get("autocast"),
-            training=data.get("training", True),
-            passed_by=tuple(data.get("passed_by", ())),
-            profile=data.get("profile", ""),
-            profile_notes=tuple(data.get("profile_notes", ())),
-            unverified=tuple(data.get("unverified", ())),
-            overrides=data.get("overrides", ""),
-        )
+        hardware, ops = Hardware(**data["hardware"]), tuple(OpDecision.from_dict(op, specs) for op in data["ops"])
+        rest: dict[str, Any] = {each.name: data[each.name] for each in fields(cls)[3:] if each.name in data}
+        rest = {name: tuple(value) if isinstance(value, list) else value for name, value in rest.items()}
+        return cls(hardware, ops, kernels, **rest)
+
+    @property
+    def decisions(self) -> Iterator[SiteDecision]:
+        """The decisions about all sites, op by op."""
+        return (decision for op in self.ops for decision in op.sites)
 
     @property
     def sha256(self) -> str:
@@ -192,13 +176,15 @@ class Plan:
             columns.remove("asked")
             rows = [(row[0], *row[2:]) for row in rows]
         table = render_table(columns, rows, title)
-        notes = [f"no site for {len(hidden)} other ops; --all lists them"] if hidden else []
-        notes += [f"left out: {failure}" for failure in self.failed_rules]
-        notes += [f"not proven: {what}" for op in self.ops for what in op.left_out]
-        notes += self.profile_notes
-        notes += [f"passed by: {kernel}" for kernel in self.passed_by]
-        notes += [f"as asked: {kernel}" for kernel in self.unverified]
-        notes += _standings(self.kernels)
+        notes = [
+            *([f"no site for {len(hidden)} other ops; --all lists them"] if hidden else []),
+            *(f"left out: {failure}" for failure in self.failed_rules),
+            *(f"not proven: {what}" for op in self.ops for what in op.left_out),
+            *self.profile_notes,
+            *(f"passed by: {kernel}" for kernel in self.passed_by),
+            *(f"as asked: {kernel}" for kernel in self.unverified),
+            *_standings(self.kernels),
+        ]
         if self.overrides:
             notes.append(f"torch's operators in this process: {self.overrides}")
         if self.assumptions:

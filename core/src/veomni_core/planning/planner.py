@@ -78,13 +78,12 @@ def make_plan(
     if isinstance(model, (tuple, list)):
         raise BindingError("make_plan needs a model; to plan for sites that are found already, call plan_sites")
     from veomni_core.sites.find import search  # imports torch, as the next one does
-    from veomni_core.sites.model_device import is_on_the_cpu
     from veomni_core.sites.proven_model import ProvenModel
 
     config = OpsConfig.of(config, registry)
     found = search(model, config.registry, distributed_config)
     # What divides a whole model puts its parts on the accelerator.
-    if hardware is None and distributed_config is None and is_on_the_cpu(model):
+    if hardware is None and distributed_config is None and _is_on_the_cpu(model):
         hardware = config.registry.detect_hardware("cpu")
     whole = distributed_config is None and all(site.sharding == WHOLE for site in found.sites)
     times = partial(times_of, model, batch, _autocast_name(autocast)) if batch and whole else None
@@ -92,9 +91,8 @@ def make_plan(
     if found.description is None:
         return plan
     installs_eager = {rule.name for rule in config.registry.site_rules if rule.installs_eager}
-    decisions = (decision for op in plan.ops for decision in op.sites)
-    bound = (each.site for each in decisions if each.bound or (each.as_asked and each.site.rule in installs_eager))
-    return replace(plan, proven=ProvenModel(model, found, bound, config.registry))
+    changed = (each for each in plan.decisions if each.bound or (each.as_asked and each.site.rule in installs_eager))
+    return replace(plan, proven=ProvenModel(model, found, (each.site for each in changed), config.registry))
 
 
 def plan_sites(
@@ -160,6 +158,15 @@ def _plan(
         unverified=tuple(_unverified(ops, selection)) if hardware.detected else (),
         overrides=changed_overrides() if hardware.detected else "",
     )
+
+
+def _is_on_the_cpu(model: Any) -> bool:
+    """Whether all weights are on the CPU. On the meta device, or partly, they are yet to be loaded or moved.
+
+    Parameters that FSDP2 offloads to the CPU are computed on the device of their mesh.
+    """
+    meshes = ((each, getattr(each, "device_mesh", None)) for each in model.parameters())
+    return {each.device.type if mesh is None else mesh.device_type for each, mesh in meshes} == {"cpu"}
 
 
 def _autocast_name(autocast: Any) -> str | None:

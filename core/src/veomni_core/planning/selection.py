@@ -53,33 +53,31 @@ class _Place:
 _Against = Mapping[KernelSpec, tuple[tuple[str, ...], ...]]
 
 
+@dataclass
 class Selection:
     """Selects kernels for one registry, hardware, autocast dtype and use. Results are cached: most sites are alike.
 
-    With ``certified_only``, a kernel must have a certificate of this machine in the dtypes of its site. With
-    ``times``, ``auto`` goes by what was measured before it goes by ranks. With ``loads``, it takes none that can't be
-    imported.
+    Attributes:
+        certified_only: a kernel must have a certificate of this machine in the dtypes of its site.
+        times: of training; ``auto`` goes by what was measured before it goes by ranks.
+        loads: ``auto`` takes no kernel that can't be imported.
+        passed_by: the kernels that :meth:`choose` passed by for what ``veomni verify`` says of them here, and how.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        hardware: Hardware,
-        profile: Mapping[str, Mapping[str, float]],
-        autocast: str | None = None,
-        training: bool = True,
-        evidence: Evidence | None = None,
-        certified_only: bool = False,
-        times: Times | None = None,
-        loads: bool = False,
-    ) -> None:
-        self._registry, self._hardware, self._profile, self._autocast = registry, hardware, profile, autocast
-        self._training = training
-        self._evidence, self._certified_only = evidence or Evidence(), certified_only
-        self.times = times if training else None
+    registry: Registry
+    hardware: Hardware
+    profile: Mapping[str, Mapping[str, float]]
+    autocast: str | None = None
+    training: bool = True
+    evidence: Evidence = field(default_factory=Evidence)
+    certified_only: bool = False
+    times: Times | None = None
+    loads: bool = False
+
+    def __post_init__(self) -> None:
+        self.times = self.times if self.training else None
         self.passed_by: dict[str, None] = {}
-        """The kernels that :meth:`choose` passed by for what ``veomni verify`` says of them here, and how."""
-        self._loads, self._loaded, self._unloadable = loads, set[KernelSpec](), dict[KernelSpec, str]()
+        self._loaded, self._unloadable = set[KernelSpec](), dict[KernelSpec, str]()
         self._answers: dict[tuple[str, tuple[Requested, ...], _Place], Verdict] = {}
 
     def choose(self, op_name: str, requested: tuple[Requested, ...], site: Site) -> Verdict:
@@ -101,7 +99,7 @@ class Selection:
     def could_run(self, op_name: str, site: Site) -> tuple[KernelSpec, ...]:
         """The kernels that could run at ``site``, which has a variant, whatever ``veomni verify`` says of them."""
         place = self._place_of(op_name, site)
-        specs = self._registry.kernels(op_name, place.variant)
+        specs = self.registry.kernels(op_name, place.variant)
         return tuple(spec for spec in specs if not self._unmet_at(spec, place))
 
     def dtypes_at(self, op_name: str, site: Site) -> tuple[str, ...]:
@@ -113,11 +111,11 @@ class Selection:
         """
         if site.dtype is None:
             return ()
-        if self._autocast is None or site.dtype not in DTYPES:  # autocast leaves float64 alone
+        if self.autocast is None or site.dtype not in DTYPES:  # autocast leaves float64 alone
             return (site.dtype,)
-        if self._registry.op(op_name).follows_autocast:
-            return (self._autocast,)
-        return tuple(dict.fromkeys((site.dtype, self._autocast)))
+        if self.registry.op(op_name).follows_autocast:
+            return (self.autocast,)
+        return tuple(dict.fromkeys((site.dtype, self.autocast)))
 
     def leaves_open(self, requested: tuple[Requested, ...]) -> bool:
         """Whether ``requested`` allows the model's own code (``eager`` or ``auto``), so that nothing is refused."""
@@ -135,27 +133,27 @@ class Selection:
 
     def usable(self, op_name: str) -> tuple[str, ...]:
         """The values that can be requested for ``op_name`` on this hardware."""
-        names = {spec.name for spec in self._registry.kernels(op_name) if not self.why_not(spec)}
+        names = {spec.name for spec in self.registry.kernels(op_name) if not self.why_not(spec)}
         return (EAGER, *sorted(names))
 
     def why_not(self, spec: KernelSpec) -> tuple[str, ...]:
         """The reasons why ``spec`` can't run on this hardware, as phrases; empty if it can."""
-        reasons = spec.hardware.unmet(self._hardware)
-        if self._training and not spec.backward:
+        reasons = spec.hardware.unmet(self.hardware)
+        if self.training and not spec.backward:
             return (*reasons, "has no backward, and training needs one")
         return reasons
 
     def failures(self, spec: KernelSpec, dtypes: tuple[str, ...] = ()) -> tuple[str, ...]:
         """How ``spec`` failed ``veomni verify`` on this machine, in one of ``dtypes`` or, without any, in any dtype."""
         asked = [dtype for dtype in spec.dtypes if not dtypes or dtype in dtypes]
-        return self._evidence.failures(spec, self._registry.plugin_of(spec), asked)
+        return self.evidence.failures(spec, self.registry.plugin_of(spec), asked)
 
     def unverified(self, spec: KernelSpec, dtypes: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Why ``spec`` must be verified first, in one of ``dtypes`` or, without any, in any; empty if it may run."""
-        reason = spec.must_pass_first(self._hardware) or ("require: verified asks for that" * self._certified_only)
-        if not reason or not self._hardware.detected or self.failures(spec, dtypes):
+        reason = spec.must_pass_first(self.hardware) or ("require: verified asks for that" * self.certified_only)
+        if not reason or not self.hardware.detected or self.failures(spec, dtypes):
             return ()
-        why = not_certified(self._evidence, spec, self._registry.plugin_of(spec), reason, dtypes)
+        why = not_certified(self.evidence, spec, self.registry.plugin_of(spec), reason, dtypes)
         return (why,) if why else ()
 
     def unvouched(self, spec: KernelSpec, dtypes: tuple[str, ...] = ()) -> str:
@@ -164,17 +162,17 @@ class Selection:
         Preferences are what plugins say of themselves. Whoever defines an op vouches for the kernels that it names;
         another one has to pass the op's contract on this machine first.
         """
-        if self._registry.vouches_for(spec):
+        if self.registry.vouches_for(spec):
             return ""
-        plugin = self._registry.plugin_of(spec)
+        plugin = self.registry.plugin_of(spec)
         asked = [dtype for dtype in spec.dtypes if not dtypes or dtype in dtypes]
-        standing = self._evidence.standing(spec, plugin, asked)
+        standing = self.evidence.standing(spec, plugin, asked)
         if standing == HERE:
             return ""
         elsewhere = "" if standing == NEVER else f" ({standing})"
         return (
             f"was {NEVER}{elsewhere}, and auto takes a kernel that the op's own plugin does not name only once it "
-            f"passed ({self._evidence.how_to_check(spec, plugin)})"
+            f"passed ({self.evidence.how_to_check(spec, plugin)})"
         )
 
     def _place_of(self, op_name: str, site: Site) -> _Place:
@@ -209,10 +207,10 @@ class Selection:
     def _shown(self, spec: KernelSpec, dtypes: tuple[str, ...]) -> str:
         """A site's dtypes, for messages; with a hint where training under autocast would let ``spec`` run there."""
         shown = " or ".join(dtypes)
-        if self._autocast is not None:
+        if self.autocast is not None:
             return f"{shown} under autocast"
         remedies = [dtype for dtype in AUTOCAST_DTYPES if dtype in spec.dtypes]
-        if "float32" in dtypes and remedies and self._registry.op(spec.op_name).follows_autocast:
+        if "float32" in dtypes and remedies and self.registry.op(spec.op_name).follows_autocast:
             return f"{shown} (if it trains under autocast, say so: autocast={remedies[0]!r})"
         return shown
 
@@ -223,7 +221,7 @@ class Selection:
                 return Verdict(None, _after(passed_over, "as asked"), as_asked=True)
             if entry.name == AUTO:
                 return self._best(op_name, place, passed_over)
-            spec = self._registry.find(op_name, place.variant, entry.name)
+            spec = self.registry.find(op_name, place.variant, entry.name)
             if spec is None:
                 why_not: tuple[str, ...] = (self._not_covered(op_name, place.variant, entry.name),)
             else:
@@ -239,7 +237,7 @@ class Selection:
         """What ``auto`` takes. A kernel that can't be imported is found out when its turn comes, and passed by."""
         while True:
             found = self._best_known(op_name, place, passed_over)
-            if found.spec is None or not self._loads or found.spec in self._loaded:
+            if found.spec is None or not self.loads or found.spec in self._loaded:
                 return found
             try:
                 found.spec.load()
@@ -248,13 +246,13 @@ class Selection:
                 self._unloadable[found.spec] = f"can't be loaded: {str(error).removeprefix(f'{found.spec}: ')}"
 
     def _best_known(self, op_name: str, place: _Place, passed_over: list[str]) -> Verdict:
-        specs = self._registry.kernels(op_name, place.variant)
+        specs = self.registry.kernels(op_name, place.variant)
         against = {spec: self._against(spec, place, by_auto=True) for spec in specs}
         usable = [spec for spec, reasons in against.items() if not any(reasons)]
         if usable:
             passed_over = [*passed_over, *self._unchecked_alone(against, place)]
         by_name: dict[str, KernelSpec | None] = {EAGER: None, **{spec.name: spec for spec in usable}}
-        times = self._profile.get(op_name, {})
+        times = self.profile.get(op_name, {})
         measured = [(times[name], name) for name in by_name if name in times]
         if measured:
             milliseconds, name = min(measured)
@@ -262,10 +260,10 @@ class Selection:
             return Verdict(by_name[name], _after(passed_over, reason), as_asked=False)
         unmeasured = ""
         if self.times and place.kind:
-            found = self.times.at(place.kind, usable)
-            if found.kernel is not None:
-                return Verdict(by_name[found.kernel], _after(passed_over, found.reason), as_asked=False)
-            unmeasured = f"; {found.reason}" if found.reason and usable else ""
+            fastest, reason = self.times.at(place.kind, usable)
+            if fastest is not None:
+                return Verdict(by_name[fastest], _after(passed_over, reason), as_asked=False)
+            unmeasured = f"; {reason}" if reason and usable else ""
         ranked = self._highest(place, usable, against)
         return replace(ranked, reason=_after(passed_over, f"{ranked.reason}{unmeasured}"))
 
@@ -273,7 +271,7 @@ class Selection:
         """What the kernels' declared preferences say."""
         preferred = [spec for spec in usable if spec.preference > 0]
         if not preferred:
-            return Verdict(None, _why_none(place, against, self._hardware), as_asked=False)
+            return Verdict(None, _why_none(place, against, self.hardware), as_asked=False)
         best = min(preferred, key=lambda spec: (-spec.preference, spec.name))
         if best.preference <= _PLAIN and _FUNCTION.fullmatch(place.own):
             reason = f"the model runs {place.own}, and {best.name} is plain PyTorch: name it to have it"
@@ -289,15 +287,15 @@ class Selection:
                 yield f"{spec.name} {' and '.join(found)}"
 
     def _not_covered(self, op_name: str, variant: str, name: str) -> str:
-        covered = sorted({spec.variant for spec in self._registry.kernels(op_name) if spec.name == name})
+        covered = sorted({spec.variant for spec in self.registry.kernels(op_name) if spec.name == name})
         if covered:
             return f"covers {', '.join(covered)}, not {variant}"
-        return self._registry.absence(op_name, name) or "is not known"
+        return self.registry.absence(op_name, name) or "is not known"
 
     def _why_not_here(self, op_name: str, name: str) -> str:
-        specs = [spec for spec in self._registry.kernels(op_name) if spec.name == name]
+        specs = [spec for spec in self.registry.kernels(op_name) if spec.name == name]
         if not specs:
-            return self._registry.absence(op_name, name) or f"{name} is not known"
+            return self.registry.absence(op_name, name) or f"{name} is not known"
         reasons = [self.why_not(spec) for spec in specs]
         if not all(reasons):
             return ""

@@ -12,14 +12,12 @@ from torch import nn
 
 from veomni_core.changes.bound_subclass import bindings_in
 from veomni_core.descriptions.references import load_attribute
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.descriptions.spec import SiteRule
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError, SpecError, did_you_mean
-from veomni_core.sites.claims import settle_claims
 from veomni_core.sites.model_view import ModelView, view_of
-from veomni_core.sites.site import DividedSiteLocator, EagerSiteLocator, ShardedSiteLocator, Site, SiteLocator
+from veomni_core.sites.site import EagerSiteLocator, Site, SiteLocator
 from veomni_core.sites.walk import named_modules
 
 logger = logging.getLogger(__name__)
@@ -115,7 +113,7 @@ def search(model: nn.Module, registry: Registry | None = None, distributed_confi
             locator = locators.get(rule) or locator_of(rule)  # a locator that can't be made raises here
             found, unknown = _sites_of(rule, locator, view, registry)
             failed += unknown
-            sites += found if view.layout else map(view.placed, found)
+            sites += found
         except (Exception, SystemExit) as error:
             plugin = registry.plugin_of_rule(rule)
             failure = f"site rule {rule.name!r} ({rule.locator}) failed on {type(model).__name__}: "
@@ -130,7 +128,7 @@ def search(model: nn.Module, registry: Registry | None = None, distributed_confi
     sites += view.not_found({*registry.ops} - {site.op_name for site in sites})
     ordered = sorted(sites, key=lambda site: (site.op_name, site.rule, _natural(site.path)))
     by_name = {rule.name: locator for rule, locator in locators.items()}
-    return SearchResult(settle_claims(ordered), tuple(failed), view.description(), by_name)
+    return SearchResult(_settle_claims(ordered), tuple(failed), view.description(), by_name)
 
 
 def _locators(rules: Iterable[SiteRule]) -> dict[SiteRule, SiteLocator]:
@@ -146,22 +144,20 @@ def _sites_of(
     rule: SiteRule, locator: SiteLocator, view: ModelView, registry: Registry
 ) -> tuple[list[Site], list[str]]:
     """The sites that the rule found, and a sentence for each op that the model declares and no plugin defines."""
-    every = list(view.found(rule, lambda: locator.find(view.model, rule.name)))
-    unknown = [site for site in every if _is_of_an_unknown_op(site, registry)]
-    found = [site for site in every if not any(site is each for each in unknown)]
-    return _known_sites_of(found, rule, locator, view, registry), list(_said_of(unknown, registry))
+    unknown: dict[str, list[str]] = {}  # modeling code, and not the rule, names an op that no plugin defines
+    found = []
+    for site in view.found(rule, lambda: locator.find(view.model, rule.name)):
+        if isinstance(site, Site) and site.declared and site.op_name not in registry.ops:
+            unknown.setdefault(site.op_name, []).append(site.path or "the model")
+        else:
+            found.append(site)
+    placed = [view.placed(_checked(site, rule, registry)) for site in found]
+    divided = [_checked(site, rule, registry) for site in view.divided(rule)]
+    return [*placed, *divided], list(_said_of(unknown, registry))
 
 
-def _is_of_an_unknown_op(site: Any, registry: Registry) -> bool:
-    """Whether modeling code, and not the rule, names an op that no plugin defines."""
-    return isinstance(site, Site) and site.declared and site.op_name not in registry.ops
-
-
-def _said_of(unknown: Iterable[Site], registry: Registry) -> Iterator[str]:
-    paths: dict[str, list[str]] = {}
-    for site in unknown:
-        paths.setdefault(site.op_name, []).append(site.path or "the model")
-    for op_name, at in paths.items():
+def _said_of(unknown: Mapping[str, list[str]], registry: Registry) -> Iterator[str]:
+    for op_name, at in unknown.items():
         more = f" and {len(at) - 1} more" if len(at) > 1 else ""
         sentence = (
             f"{at[0]}{more}: its code declares the op {op_name!r}, which no installed plugin defines, so it runs its "
@@ -169,19 +165,6 @@ def _said_of(unknown: Iterable[Site], registry: Registry) -> Iterator[str]:
         )
         logger.warning(sentence)
         yield sentence
-
-
-def _known_sites_of(
-    found: Iterable[Any], rule: SiteRule, locator: SiteLocator, view: ModelView, registry: Registry
-) -> list[Site]:
-    sites = [_checked(site, rule, registry) for site in found]
-    if view.layout is None:
-        return sites
-    sites = [_under(site, view.layout, locator) for site in sites]
-    if isinstance(locator, DividedSiteLocator):
-        divided = locator.find_divided(view.model, view.layout, rule.name)
-        sites += [_checked(site, rule, registry) for site in divided]
-    return sites
 
 
 def _checked(site: Any, rule: SiteRule, registry: Registry) -> Site:
@@ -198,17 +181,6 @@ def _checked(site: Any, rule: SiteRule, registry: Registry) -> Site:
     variant = registry.canonical_variant(site.op_name, site.variant)
     same = variant == site.variant and declared == site.declared
     return site if same else replace(site, variant=variant, declared=declared)
-
-
-def _under(site: Site, layout: EngineLayout, locator: SiteLocator) -> Site:
-    """What ``site``, found on the whole model, is under ``layout``."""
-    site = replace(site, sharding=layout.of(site.path))
-    if site.variant is None or not site.sharding.divides_forward:
-        return site
-    if isinstance(locator, ShardedSiteLocator):
-        return locator.sharded(site, layout)
-    why_not = f"its parameters are divided ({site.sharding}), and the rule {site.rule!r} has no method sharded"
-    return replace(site, variant=None, evidence=why_not, examined=False)
 
 
 def locator_of(rule: SiteRule) -> SiteLocator:
@@ -230,3 +202,33 @@ def locator_of(rule: SiteRule) -> SiteLocator:
 def _natural(path: str) -> tuple[Any, ...]:
     """Sorts ``layers.2`` before ``layers.10``."""
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in path.split("."))
+
+
+def _settle_claims(sites: Iterable[Site]) -> tuple[Site, ...]:
+    """``sites``, in which at most one rule per op and module keeps its variant; the other sites get ``variant=None``.
+
+    A proven site takes precedence over declared ones. If several rules have proven the module, or none has, no rule
+    gets it: the model's own code runs there, and the evidence names the rules. A rule that looked at a module and could
+    not prove it says nothing where another rule claims it.
+    """
+    sites = tuple(sites)
+    claims: dict[tuple[str, str], list[Site]] = {}
+    for site in sites:
+        if site.variant is not None:
+            claims.setdefault((site.op_name, site.path), []).append(site)
+    claimed = [(site, claims.get((site.op_name, site.path), [])) for site in sites]
+    return tuple(_settled(site, rivals) for site, rivals in claimed if site.variant is not None or not rivals)
+
+
+def _settled(site: Site, claims: list[Site]) -> Site:
+    rules = {claim.rule for claim in claims}
+    if site.variant is None or len(rules) < 2:
+        return site
+    proven = {claim.rule for claim in claims if not claim.declared}
+    if proven == {site.rule}:
+        return site
+    if len(proven) == 1:
+        why = f"the rule {proven.pop()!r} has proven this module, so it takes precedence"
+        return replace(site, variant=None, evidence=why)
+    named = " and ".join(repr(rule) for rule in sorted(rules))
+    return replace(site, variant=None, evidence=f"the rules {named} both claim this module; leave one of them out")

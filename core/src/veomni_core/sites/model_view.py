@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.descriptions.spec import SiteRule
 from veomni_core.discovery.registry import Registry, load_rule
 from veomni_core.errors import ConfigError
@@ -22,7 +21,6 @@ class ModelView:
 
     Attributes:
         model: what the rules read; for a divided model, the whole that it is a part of.
-        layout: how the sites of a whole ``model`` are divided; ``None`` where :meth:`placed` says it of each site.
 
     Example:
         >>> from dataclasses import replace
@@ -37,7 +35,6 @@ class ModelView:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.layout: EngineLayout | None = None
 
     def start(self, locators: Mapping[SiteRule, SiteLocator]) -> None:
         """Called before the search, with the locators that could be made."""
@@ -53,6 +50,10 @@ class ModelView:
     def placed(self, site: Site) -> Site:
         """``site`` with how its parameters are divided, and without a variant where no kernel can run so."""
         return site
+
+    def divided(self, rule: SiteRule) -> Iterable[Site]:
+        """Sites of ``rule`` that come from how the model is divided: the whole that it is a part of has none there."""
+        return ()
 
     def not_found(self, op_names: Collection[str]) -> Iterable[Site]:
         """Sites without a variant that say why ops outside of ``op_names`` were not looked for."""

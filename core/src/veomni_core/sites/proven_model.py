@@ -33,7 +33,6 @@ class CodeRead:
 
     def add_site(self, model: nn.Module, site: Site, locator: SiteLocator) -> None:
         """Add the code that a kernel at ``site`` stands in for; before the site is changed."""
-        # isinstance(locator, CodeReadingLocator) asks the same, and takes longer than the rest
         read = getattr(locator, "code_read", None)
         places = read(model, site) if read else forward_of(model.get_submodule(site.path))
         self.add(places, f"the proof of {site.op_name}", site.path)

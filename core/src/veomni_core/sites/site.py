@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
-from veomni_core.descriptions.sharding import WHOLE, EngineLayout, Sharding
+from veomni_core.descriptions.sharding import WHOLE, Sharding
 
 if TYPE_CHECKING:  # planning from sites alone imports no torch
     from veomni_core.changes.change import Change
-    from veomni_core.changes.code_places import CodePlace
 
 Kernel = Callable[..., Any]
 
@@ -83,6 +82,10 @@ class Site:
 class SiteLocator(Protocol):
     """Finds the sites of one rule, and puts kernels there.
 
+    A kernel stands in for the ``forward`` of its site's module. A locator that knows better has a method
+    ``code_read(model, site)``, which gives a :class:`~veomni_core.changes.code_places.CodePlace` for each piece of code
+    that its proof has read; sites with the same code share one tuple.
+
     Example:
         >>> import torch
         >>> from torch import nn
@@ -116,141 +119,30 @@ class SiteLocator(Protocol):
 
 
 @runtime_checkable
-class ShardedSiteLocator(SiteLocator, Protocol):
-    """A locator that knows its sites on models whose forward computes with a part of the weights.
-
-    transformers' distributed engine divides weights over the ranks of tensor and expert parallelism. A site is found on
-    the whole model, and then passed to :meth:`sharded`. At the sites of a locator without that method, no kernel is
-    bound where weights are divided.
-
-    Example:
-        >>> from dataclasses import replace
-        >>> from veomni_core.descriptions.sharding import EngineLayout
-        >>> class GeluModules:
-        ...     def find(self, model, rule):
-        ...         yield Site("gelu", "mlp.act", rule, "tanh", "its class says so", sizes={"width": (96,)})
-        ...
-        ...     def install(self, model, site, kernel, spec):
-        ...         yield from ()
-        ...
-        ...     def sharded(self, site, layout):  # it is between linears whose tensors are divided
-        ...         return replace(site, sizes={"width": (site.sizes["width"][0] // layout.tp,)})
-        >>> isinstance(GeluModules(), ShardedSiteLocator)
-        True
-        >>> [site] = GeluModules().find(None, "GELU modules")
-        >>> GeluModules().sharded(site, EngineLayout(tp=2)).sizes
-        {'width': (48,)}
-    """
-
-    def sharded(self, site: Site, layout: EngineLayout) -> Site:
-        """What ``site``, found on the whole model, is under ``layout``.
-
-        It has the sizes of the ranks' parts, or another variant, or no variant and why no kernel can run there.
-        """
-
-
-@runtime_checkable
-class DividedSiteLocator(SiteLocator, Protocol):
-    """A locator of sites that a whole model doesn't have: they come from how the engine divides it.
-
-    Example:
-        >>> from veomni_core.descriptions.sharding import EngineLayout
-        >>> class Gathers:
-        ...     def find(self, model, rule):
-        ...         return ()
-        ...
-        ...     def find_divided(self, model, layout, rule):
-        ...         for path, style in layout.tp_styles.items():
-        ...             if style == "colwise_gather_output":
-        ...                 yield Site("gather", path, rule, "last_dimension", "the engine's plan", declared=True)
-        ...
-        ...     def install(self, model, site, kernel, spec):
-        ...         yield from ()
-        >>> isinstance(Gathers(), DividedSiteLocator)
-        True
-        >>> layout = EngineLayout(tp=2, tp_styles={"lm_head": "colwise_gather_output"})
-        >>> [site.path for site in Gathers().find_divided(None, layout, "gathers")]
-        ['lm_head']
-    """
-
-    def find_divided(self, model: Any, layout: EngineLayout, rule: str) -> Iterable[Site]:
-        """The sites of ``model``, which is whole and on the meta device, once the engine divides it by ``layout``."""
-
-
-@runtime_checkable
 class EagerSiteLocator(SiteLocator, Protocol):
     """The locator of a rule with ``installs_eager``: at its sites, the choice ``eager`` also needs changes.
 
     Example:
         >>> from torch import nn
         >>> from veomni_core.authoring import AttributeChange, ForwardChange
-        >>> class Gelu(nn.Module):
-        ...     implementation = "compiled"  # what its model is set to
         >>> class Gelus:
         ...     def find(self, model, rule):
-        ...         for path, module in model.named_modules():
-        ...             if isinstance(module, Gelu):
-        ...                 yield Site("gelu", path, rule, "tanh", "its class says so", own=module.implementation)
+        ...         yield Site("gelu", "0", rule, "tanh", "its class says so", own=model[0].implementation)
         ...
         ...     def install(self, model, site, kernel, spec):
-        ...         yield ForwardChange(model.get_submodule(site.path), lambda self, input: kernel(input))
+        ...         yield ForwardChange(model[0], lambda self, input: kernel(input))
         ...
         ...     def install_eager(self, model, site):
-        ...         yield AttributeChange(model.get_submodule(site.path), "implementation", "eager")
+        ...         yield AttributeChange(model[0], "implementation", "eager")
         >>> isinstance(Gelus(), EagerSiteLocator)  # so a SiteRule of it may say installs_eager=True
         True
-        >>> model = nn.Sequential(Gelu())
-        >>> [site] = Gelus().find(model, "GELU modules")
-        >>> [change] = Gelus().install_eager(model, site)
+        >>> model = nn.Sequential(nn.GELU())
+        >>> model[0].implementation = "compiled"  # what the model is set to
+        >>> [change] = Gelus().install_eager(model, next(Gelus().find(model, "GELU modules")))
         >>> change.apply()
-        >>> site.own, model[0].implementation
-        ('compiled', 'eager')
+        >>> model[0].implementation
+        'eager'
     """
 
     def install_eager(self, model: Any, site: Site) -> Iterable[Change]:
         """The changes that make the op's eager code run at ``site``, whatever the model is set to."""
-
-
-@runtime_checkable
-class RequestedSiteLocator(SiteLocator, Protocol):
-    """The locator of an op that is on request (:class:`veomni_core.OpSpec`), which a forward alone doesn't call.
-
-    Example:
-        >>> from veomni_transformers.losses.token_logprobs import TokenLogprobs
-        >>> isinstance(TokenLogprobs(), RequestedSiteLocator)
-        True
-    """
-
-    def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Ask ``module`` for what the op computes, on the arguments of its forward: a tensor or a tuple of them."""
-
-
-@runtime_checkable
-class CodeReadingLocator(SiteLocator, Protocol):
-    """A locator that knows whose code its proofs read. For others that is the ``forward`` of the site's module.
-
-    Example:
-        >>> from veomni_transformers.norms.rms_norm import NormModules
-        >>> isinstance(NormModules(), CodeReadingLocator)
-        True
-    """
-
-    def code_read(self, model: Any, site: Site) -> tuple[CodePlace, ...]:
-        """Where the code stands that a kernel at ``site`` stands in for. Sites with the same code share one tuple."""
-
-
-@runtime_checkable
-class SituatedSiteLocator(SiteLocator, Protocol):
-    """The locator of an op that gets other arguments in some calls of a model than in training.
-
-    Example:
-        >>> from veomni_transformers.attention.locator import AttentionInterface
-        >>> isinstance(AttentionInterface(), SituatedSiteLocator)  # with caches it gets other masks
-        True
-    """
-
-    def situations(self, model: Any, site: Site, spec: KernelSpec) -> Iterable[tuple[str, Callable[[Any], Any]]]:
-        """By name, functions of the site's module whose results ``verify=True`` compares beside those of training.
-
-        Each gives a tensor or a tuple of them. One that raises on a model that is not bound is left out.
-        """

@@ -8,12 +8,6 @@ from torch import nn
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """As ``model.named_modules()``, which hands each module on through a generator per level around it.
 
-    Args:
-        model: any module.
-
-    Returns:
-        ``(path, module)`` of the model itself and of every module in it, each once, in the order of registration.
-
     Example:
         >>> shared = nn.Linear(2, 2)
         >>> [path for path, _ in named_modules(nn.Sequential(nn.Sequential(shared), shared))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from veomni_core.authoring import Kernel
-from veomni_core.kernels import ExpertRanks
+from veomni_ops.expert_ranks import ExpertRanks
 from veomni_ops.token_dispatch import exchanged
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_core.kernels import ExpertRanks
 from veomni_ops.contract import Draw, Sample, compute_dtype, leaf
+from veomni_ops.expert_ranks import ExpertRanks
 from veomni_ops.rank_contract import RankSample
 
 _WIDTH = 24  # H of most samples

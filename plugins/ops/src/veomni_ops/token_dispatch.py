@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from veomni_core.kernels import ExpertRanks, Experts
 from veomni_ops.contract import compute_dtype, no_samples
 from veomni_ops.dispatch_samples import call, rank_samples, whole
+from veomni_ops.expert_ranks import ExpertRanks, Experts
 from veomni_ops.moe_experts import GRADIENTS, VALUES
 from veomni_ops.rank_contract import RankContract
 

@@ -1,4 +1,4 @@
-"""Declares the subcommands doctor, tune, lock and new-plugin to veomni-core. Does not import torch."""
+"""Declares the subcommands explain, doctor, tune, lock and new-plugin to veomni-core. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ VEOMNI_PLUGIN_API_VERSION = 1
 @hookimpl
 def veomni_commands() -> list[CommandSpec]:
     return [
+        CommandSpec(
+            "explain", "veomni_tools.cli.explain:explain", "Why each kernel of an op would or would not run here."
+        ),
         CommandSpec("doctor", "veomni_tools.cli.doctor:doctor", "Load every plugin on its own and say how it fares."),
         CommandSpec("tune", "veomni_tools.cli.tune:tune", "Measure a job's kernels at its model's shapes, for auto."),
         CommandSpec(

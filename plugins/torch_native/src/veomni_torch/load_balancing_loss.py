@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from veomni_core.kernels import as_softmax_takes, first_derivatives_only, without_autocast
+from veomni_core.kernels import first_derivatives_only, without_autocast
+from veomni_ops.router_softmax import as_softmax_takes
 
 
 def standard(

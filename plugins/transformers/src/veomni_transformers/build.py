@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig,
 
 from veomni_core.binding.bind import apply_plan, apply_proven_plan
 from veomni_core.binding.placement import device_type_of
-from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, agree_on_plan, refused_on_all
+from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, Ranks
 from veomni_core.errors import CheckpointError, ConfigError, HostError, MissingOpsImplementationError, did_you_mean
 from veomni_core.planning.config import OpsConfig
 from veomni_core.planning.plan import Plan
@@ -131,7 +131,9 @@ def build_foundation_model(
             "model's own code; there is no default"
         )
     warn_of_removed_variables(os.environ)
-    ops = refused_on_all(lambda: OpsConfig.of(ops_implementation), agree=agree, group=group, timeout=agreement_timeout)
+    ranks = Ranks(agree, group, agreement_timeout)
+    with ranks.refused_together():
+        ops = OpsConfig.of(ops_implementation)
     if attn_implementation is not None:
         ops = ops.with_value("attn_implementation", attn_implementation)
     if moe_implementation is not None:
@@ -180,7 +182,7 @@ def build_foundation_model(
             check_plan(plan)
         return plan
 
-    plan = agree_on_plan(make, agree=agree, group=group, timeout=agreement_timeout)
+    plan = ranks.agree_on(make)
     if weights_path is not None:
         options = {"distributed_config": sharding, "quantization_config": quantization_config}
         load = _load_resized if resize_embeddings else _load_weights

@@ -14,6 +14,7 @@ from veomni_core.descriptions.sharding import Sharding
 from veomni_core.descriptions.spec import SiteRule
 from veomni_core.sites.model_view import ModelView
 from veomni_core.sites.site import Site, SiteLocator
+from veomni_transformers.engine.engine_layout import DividedSiteLocator, EngineLayout, ShardedSiteLocator
 from veomni_transformers.engine.layout import layout_for, layout_of
 from veomni_transformers.engine.sharding import ModelSharding
 from veomni_transformers.engine.whole_twin import whole_twin
@@ -37,6 +38,8 @@ class TransformersView(ModelView):
 
     def __init__(self, model: nn.Module, distributed_config: Any = None) -> None:
         super().__init__(model)
+        self.layout: EngineLayout | None = None
+        self._locators: Mapping[str, SiteLocator] = {}
         if distributed_config is not None:
             self.layout = layout_for(model, distributed_config)
         elif (layout := layout_of(model)) is not None:
@@ -49,6 +52,7 @@ class TransformersView(ModelView):
 
     def start(self, locators: Mapping[SiteRule, SiteLocator]) -> None:
         self._memory = Recollection(self.model, locators)
+        self._locators = {rule.name: locator for rule, locator in locators.items()}
 
     def description(self) -> Any:
         # FSDP 1's parameters are views of memory that it frees: a look at one ends the process.
@@ -69,11 +73,19 @@ class TransformersView(ModelView):
         return self._memory.sites(rule, find) if self._memory else find()
 
     def placed(self, site: Site) -> Site:
+        if self.layout is not None:
+            return _under(site, self.layout, self._locators.get(site.rule))
         found = self._sharding.of(site.path)
         divided = Sharding(fsdp=found.ranks)
         if found.why_not:
             return replace(site, sharding=divided, variant=None, evidence=found.why_not)
         return site if site.sharding == divided else replace(site, sharding=divided)
+
+    def divided(self, rule: SiteRule) -> Iterable[Site]:
+        locator = self._locators.get(rule.name)
+        if self.layout is not None and isinstance(locator, DividedSiteLocator):
+            return locator.find_divided(self.model, self.layout, rule.name)
+        return ()
 
     def not_found(self, op_names: Collection[str]) -> Iterable[Site]:
         if (path := self._sharding.flattened) is None:
@@ -84,3 +96,14 @@ class TransformersView(ModelView):
     def finish(self) -> None:
         if self._memory is not None:
             self._memory.keep()
+
+
+def _under(site: Site, layout: EngineLayout, locator: SiteLocator | None) -> Site:
+    """What ``site``, found on the whole model, is under ``layout``."""
+    site = replace(site, sharding=layout.of(site.path))
+    if site.variant is None or not site.sharding.divides_forward:
+        return site
+    if isinstance(locator, ShardedSiteLocator):
+        return locator.sharded(site, layout)
+    why_not = f"its parameters are divided ({site.sharding}), and the rule {site.rule!r} has no method sharded"
+    return replace(site, variant=None, evidence=why_not, examined=False)

@@ -70,6 +70,7 @@ def veomni_sites() -> tuple[SiteRule, ...]:
 def veomni_model_rules() -> list[ModelRule]:
     return [
         ModelRule("no hub kernels", "veomni_transformers.hub_kernels:NoHubKernels", order=-10),
+        ModelRule("placement notes", "veomni_transformers.placement_notes:PlacementNotes", order=-5),
         ModelRule("packed steps", "veomni_transformers.packed.packed_steps:PackedSteps"),
         ModelRule("three rows of positions", "veomni_transformers.packed.three_rows:ThreeRows", order=60),
         ModelRule("every tower", "veomni_transformers.towers.every_tower:EveryTowerRule", order=60),

@@ -14,11 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes.change import Change, ForwardChange, PropertyChange, setter_of
+from veomni_core.changes.change import Change, ForwardChange, setter_of
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.slot import OpSlot
 from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
+from veomni_transformers.changes.property_change import PropertyChange
 from veomni_transformers.proving.functions import code_layers, current_forward, with_globals
 from veomni_transformers.proving.probe import parameter_dtype
 from veomni_transformers.proving.proof import Proof

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from veomni_core.binding.bind import binding_of
-from veomni_core.changes.bound_subclass import binding_in
+from veomni_core.binding.binding import binding_of
 from veomni_core.kernels import IGNORED
 from veomni_ops.token_logprobs import LOGPROBS, check_options
+from veomni_transformers.changes.bound_modules import binding_in
 from veomni_transformers.forwards.logprobs_head import score
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from veomni_core.kernels.own_random_numbers import OwnRandomNumbers
+from veomni_ops.own_random_numbers import OwnRandomNumbers
 
 SEED = 20  # arbitrary, but the same in both runs of a comparison
 _TOKENS = (2, 9)  # [batch, sequence]

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from veomni_conformance.bound_models.exact_runs import exact_run
 from veomni_conformance.bound_models.model_calls import RecordedCall, draw_again, kept, undisturbed
-from veomni_conformance.bound_models.rank_sentences import sentences_of_all_ranks
 from veomni_conformance.bound_models.site_comparison import Run, compare
 from veomni_conformance.bound_models.suspension import suspended
-from veomni_core.binding.bind import binding_of
+from veomni_conformance.ranks.sentences import sentences_of_all_ranks
+from veomni_core.binding.binding import binding_of
 from veomni_core.binding.site_changes import owner_of
 from veomni_core.changes.change import Change
 from veomni_core.changes.transformation import transformations_of

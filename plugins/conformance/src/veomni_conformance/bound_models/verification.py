@@ -14,6 +14,7 @@ from veomni_conformance import check_kernel
 from veomni_conformance.bound_models.exact_runs import exact_run
 from veomni_conformance.bound_models.model_calls import RecordedCall, recorded_calls, undisturbed
 from veomni_conformance.bound_models.site_comparison import Run, autocast_on, compare
+from veomni_conformance.bound_models.site_locators import RequestedSiteLocator, SituatedSiteLocator
 from veomni_conformance.ledger import Certificate, record
 from veomni_conformance.this_machine import ThisMachine
 from veomni_core.binding.receipt import Verification
@@ -25,7 +26,7 @@ from veomni_core.errors import ConformanceError
 from veomni_core.planning.decisions import SiteDecision
 from veomni_core.planning.plan import Plan
 from veomni_core.sites.find import locator_of
-from veomni_core.sites.site import RequestedSiteLocator, SiteLocator, SituatedSiteLocator
+from veomni_core.sites.site import SiteLocator
 from veomni_ops.contract import Contract, contract_for, dtype_name
 
 

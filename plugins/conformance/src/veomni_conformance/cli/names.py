@@ -1,14 +1,22 @@
-"""Names of plugins, kernels, devices and dtypes on the command line: what the shell completes, and which are known."""
+"""Names of ops, plugins, kernels, devices and dtypes on the command line: which are known, and what is completed."""
 
 from __future__ import annotations
 
-from veomni_core.cli.completion import begin_with
-from veomni_core.cli.names import DEVICES
+from veomni_core.cli.output import begin_with
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES
+from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConfigError, UnknownNameError, did_you_mean
+
+DEVICES = ("cpu", "cuda", "rocm")  # the types that the core detects
+
+
+def complete_op(incomplete: str) -> list[str]:
+    """The ops and their config fields."""
+    ops = discover().ops.values()
+    return begin_with(incomplete, (name for op in ops for name in (op.name, op.config_field)))
 
 
 def complete_plugin(incomplete: str) -> list[str]:
@@ -29,6 +37,16 @@ def complete_device(incomplete: str) -> list[str]:
 def complete_dtype(incomplete: str) -> list[str]:
     """The dtypes that kernels are for."""
     return begin_with(incomplete, DTYPES)
+
+
+def find_op(registry: Registry, name: str) -> OpSpec:
+    """The op called ``name``, or the one whose config field is ``name``.
+
+    Raises:
+        UnknownNameError: there is neither.
+    """
+    by_field = {op.config_field: op for op in registry.ops.values()}
+    return by_field[name] if name in by_field else registry.op(name)
 
 
 def check_device(registry: Registry, name: str) -> None:

@@ -21,7 +21,9 @@ from veomni_conformance.cli.names import (
     complete_device,
     complete_dtype,
     complete_kernel,
+    complete_op,
     complete_plugin,
+    find_op,
 )
 from veomni_conformance.cli.verify_processes import (
     CONTRACT,
@@ -40,9 +42,7 @@ from veomni_conformance.kernel_cases import CheckRequest, KernelCase, cases_in
 from veomni_conformance.ledger import Certificate, record, write_certificates
 from veomni_conformance.requested_device import device_here
 from veomni_conformance.this_machine import CheckedKernel, ThisMachine
-from veomni_core.cli.completion import complete_hardware, complete_op
-from veomni_core.cli.names import find_op
-from veomni_core.cli.output import AsJson, print_json
+from veomni_core.cli.output import AsJson, complete_hardware, print_json
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.discovery.discover import discover

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
-from veomni_core.discovery.detection import detect
 from veomni_core.discovery.discover import discover
+from veomni_core.discovery.registry import detect
 
 
 def probe(name: str) -> dict[str, object]:

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from veomni_core.discovery.discover import TRIAL_TIMEOUT
 from veomni_core.discovery.registry import PluginRecord
-from veomni_core.discovery.trial import TIMEOUT
 
 # Stops torch from loading device libraries by itself: a broken one then affects only its own plugin's process.
 _NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -18,7 +18,8 @@ _NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 def examine_plugin(record: PluginRecord, timeout: float) -> dict[str, Any]:
     """What loading the plugin alone does: its ``status``, its ``problem``, what it imports, how long it takes."""
-    environment = {**os.environ, **_NO_AUTOLOAD, "VEOMNI_PLUGINS": record.name, "VEOMNI_PLUGINS_BLOCK": "", TIMEOUT: ""}
+    environment = {**os.environ, **_NO_AUTOLOAD, "VEOMNI_PLUGINS": record.name, "VEOMNI_PLUGINS_BLOCK": ""}
+    environment[TRIAL_TIMEOUT] = ""
     environment.pop("VEOMNI_PLUGINS_STRICT", None)
     report = {
         "name": record.name,

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from veomni_core.cli.completion import complete_hardware, complete_job
 from veomni_core.cli.frozen import LOCK_FILE
+from veomni_core.cli.output import complete_hardware, complete_job
 from veomni_core.discovery.discover import describe, discover
 from veomni_core.discovery.lock_guard import FROZEN
 from veomni_core.errors import ConfigError, HostError, LockFileError

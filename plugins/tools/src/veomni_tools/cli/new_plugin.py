@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from veomni_core.cli.names import DEVICES
+from veomni_conformance.cli.names import DEVICES
 from veomni_core.descriptions.hardware import ANY_DEVICE
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry

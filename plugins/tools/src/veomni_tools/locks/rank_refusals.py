@@ -48,7 +48,7 @@ def refuse_on_all_ranks(refusal: Exception | None = None) -> None:
 def _answers_of_all(rank: int, ranks: int, answer: str) -> Mapping[int, str]:
     from torch.distributed.rendezvous import rendezvous
 
-    from veomni_core.binding.rank_exchange import NoAnswerError, RankExchange
+    from veomni_conformance.ranks.exchange import NoAnswerError, RankExchange
 
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_TIMEOUT)))
     _stores.append(store)

@@ -11,9 +11,10 @@ from pathlib import Path
 from veomni_core.cli.frozen import LOCK_FILE, OPTION
 from veomni_core.discovery.lock_guard import FROZEN
 from veomni_core.errors import ConfigError, LockFileError, VeOmniError
-from veomni_core.jobs.jobfile import at_home, beside_job, job_file_error, load_yaml, shown
+from veomni_core.jobs.jobfile import at_home, load_yaml
 from veomni_tools.locks.rank_refusals import refuse_on_all_ranks
 from veomni_transformers.jobs.assignments import assigned, read_assignments
+from veomni_transformers.jobs.job_files import beside_job, job_file_error, shown
 
 _SET = "--set"
 _WRITES = "lock"  # the verb that writes the file must run when something differs

@@ -10,7 +10,7 @@ from veomni_conformance.ledger import Ledger
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
 from veomni_core.discovery.registry import Registry
-from veomni_core.planning.evidence import HERE, Evidence, Measured
+from veomni_core.planning.evidence import HERE, Evidence
 from veomni_core.sites.site import Site
 from veomni_tools.profiles.measured_job import MeasuredJob, MeasuredOn
 from veomni_tools.profiles.profile import Contender, MeasuredSite, Profile, best, shown_bytes, shown_ms
@@ -58,26 +58,26 @@ class MeasuredChoices:
         """The kind of a site, by which it is measured."""
         return SiteKind.of(site, dtypes)
 
-    def at(self, kind: SiteKind, usable: Sequence[KernelSpec]) -> Measured:
+    def at(self, kind: SiteKind, usable: Sequence[KernelSpec]) -> tuple[str | None, str]:
         """What to take at a site of ``kind``, of the model's own code and of the kernels that are ``usable`` there."""
         profile = self._profile
         if profile is None:
-            return Measured(None, self._others)
+            return None, self._others
         preferred = [spec for spec in usable if spec.preference > 0]
         site = profile.at(kind)
         if site is None or not site.measured:
-            return Measured(None, f"not measured: profile {profile.digest} has no times of such a site")
+            return None, f"not measured: profile {profile.digest} has no times of such a site"
         changed = [*self._changes_here(profile), *self._changes_of(site, preferred)]
         if changed:
             self._stale.update(dict.fromkeys(changed))
-            return Measured(None, f"not by profile {profile.digest}, which is stale: {'; '.join(changed)}")
+            return None, f"not by profile {profile.digest}, which is stale: {'; '.join(changed)}"
         names = {EAGER, *(spec.name for spec in preferred)}
         able = [each for each in site.measured if each.kernel in names]
         if not able:
-            return Measured(None, f"not measured: profile {profile.digest} has no times of what is usable here")
+            return None, f"not measured: profile {profile.digest} has no times of what is usable here"
         self._used = True
         figures = _figures(able, kind.own)
-        return Measured(best(able).kernel, f"chosen by measurement: {figures} (profile {profile.digest})")
+        return best(able).kernel, f"chosen by measurement: {figures} (profile {profile.digest})"
 
     @property
     def digest(self) -> str:

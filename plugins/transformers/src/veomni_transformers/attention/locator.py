@@ -10,7 +10,6 @@ from torch import nn
 
 from veomni_core.changes.change import Change
 from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.errors import BindingError
 from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
@@ -20,6 +19,7 @@ from veomni_transformers.attention.interface_names import RegisteredInterface, i
 from veomni_transformers.attention.kernel_lookup import TABLE, can_look_up, known_name, looked_up, lookup_changes
 from veomni_transformers.attention.proof import prove_attention
 from veomni_transformers.attention.situations import situations
+from veomni_transformers.engine.engine_layout import EngineLayout
 from veomni_transformers.engine.sharding import ModelSharding
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.code_read import Places, ReadsForward, code_of

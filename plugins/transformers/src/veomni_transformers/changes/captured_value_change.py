@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.changes.forward_functions import captured_cell
 from veomni_core.errors import BindingError
+from veomni_transformers.captured_cells import captured_cell
 
 
 class CapturedValueChange:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.references import load_attribute
-from veomni_core.descriptions.spec import JobConditions
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import JobFileError, VeOmniError
 from veomni_core.jobs.jobfile import load_yaml
 from veomni_core.planning.config import OpsConfig
 from veomni_transformers.jobs.assignments import assigned, read_assignments
+from veomni_transformers.jobs.job_conditions import JobConditions
 from veomni_transformers.jobs.job_model import ModelSection, model_section_of
 from veomni_transformers.veomni_jobs import warn_of_removed_variables
 

@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from veomni_core.changes.change import Change, PropertyChange
+from veomni_core.changes.change import Change
 from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
 from veomni_ops.delta_rule_samples import WIDE_HEADS, WIDEST_HEAD
+from veomni_transformers.changes.property_change import PropertyChange
 from veomni_transformers.delta_rules.proof import prove
+from veomni_transformers.engine.engine_layout import EngineLayout
 from veomni_transformers.forwards.delta_rule_call import delta_rule_call
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.called_functions import callers, replaced

@@ -15,10 +15,10 @@ from typing import Any
 import transformers
 from torch import nn
 
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.errors import ConfigError, HostError
 from veomni_core.sites.site import Site
 from veomni_core.sites.walk import named_modules
+from veomni_transformers.engine.engine_layout import EngineLayout
 
 ENGINE_SINCE = "5.21"  # the first transformers with tensor, expert and FSDP2 parallelism in one DistributedConfig
 _MESHES = "_mesh_manager"  # where the engine keeps the meshes of a model that it has sharded

@@ -10,10 +10,10 @@ from torch import nn
 
 from veomni_core.changes.change import Change, ClassChange, ForwardChange
 from veomni_core.descriptions.kernel_spec import EXPERT_PARALLEL, KernelSpec
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.site import Kernel, Site
 from veomni_transformers.changes.bypassed_children import with_children_as_proven
 from veomni_transformers.changes.guard_change import GuardChange
+from veomni_transformers.engine.engine_layout import EngineLayout
 from veomni_transformers.engine.layout import refused
 from veomni_transformers.experts.proof import WEIGHTS, prove_experts
 from veomni_transformers.experts.selection import EagerExpertsChange, is_dispatched, selected_implementation

@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 from veomni_core.changes.change import Change
-from veomni_core.changes.forward_functions import captured_cell
 from veomni_core.descriptions.kernel_spec import EAGER, KernelSpec
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.site import Kernel, Site
+from veomni_transformers.captured_cells import captured_cell
 from veomni_transformers.changes.captured_value_change import CapturedValueChange
+from veomni_transformers.engine.engine_layout import EngineLayout
 from veomni_transformers.forwards.expert_layouts import sizes_of
 from veomni_transformers.proving.probe import parameter_dtype
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from veomni_core.changes.bound_subclass import binding_in, is_bound_by
+from veomni_core.changes.bound_subclass import is_bound_by
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.sites.site import Kernel
 from veomni_ops.lora_samples import LORA
+from veomni_transformers.changes.bound_modules import adopt, binding_in, remark
 from veomni_transformers.forwards.expert_layouts import ExpertLayout, Forward
 from veomni_transformers.forwards.peft_parameters import (
     ACTIVATE,
@@ -157,7 +158,7 @@ def _change_wrappers(module: nn.Module) -> bool:
         return changed
     for path, wrapper in wrappers_of(module, classes.binding.model):
         if not is_bound_by(wrapper, classes):
-            classes.adopt(wrapper, handing_factors(getattr(type(wrapper), ACTIVATE)), path, name=ACTIVATE)
+            adopt(classes, wrapper, handing_factors(getattr(type(wrapper), ACTIVATE)), path, name=ACTIVATE)
             changed = True
     return changed
 
@@ -165,4 +166,4 @@ def _change_wrappers(module: nn.Module) -> bool:
 def _remark(module: nn.Module, what: str) -> None:
     classes = binding_in(module)
     if classes is not None:
-        classes.remark(classes.paths.get(module, f"a copy of a bound {type(module).__name__}"), what)
+        remark(classes, classes.paths.get(module, f"a copy of a bound {type(module).__name__}"), what)

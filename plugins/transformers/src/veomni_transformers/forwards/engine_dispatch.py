@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
-from veomni_core.kernels import ExpertRanks
 from veomni_core.sites.site import Kernel
 from veomni_ops.contract import compute_dtype
+from veomni_ops.expert_ranks import ExpertRanks
 from veomni_transformers.forwards.expert_layouts import drops_choices
 
 

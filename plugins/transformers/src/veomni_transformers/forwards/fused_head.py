@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils.generic import ModelOutput
 
-from veomni_core.changes.bound_subclass import binding_in
 from veomni_core.changes.change import setter_of
 from veomni_core.errors import BindingError
+from veomni_transformers.changes.bound_modules import adopt, binding_in
 from veomni_transformers.forwards.deferred_logits import DeferredLogits, deferred_logits
 from veomni_transformers.forwards.head_call import HeadCall, Kernel
 from veomni_transformers.forwards.traced_logits import TracedLogits, TracedLoss
@@ -150,7 +150,7 @@ class FusedHead:
         """Bind a plain linear that has replaced the head since bind, as resizing the vocabulary does."""
         head, classes = model.get_output_embeddings(), binding_in(model)
         if classes is not None and type(head) is nn.Linear and why_not_plain(head) == "":
-            classes.adopt(head, self.head_forward(nn.Linear.forward), "the output projection, replaced since")
+            adopt(classes, head, self.head_forward(nn.Linear.forward), "the output projection, replaced since")
 
 
 class _TrainingStep:

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.descriptions.kernel_spec import KernelSpec
-from veomni_core.descriptions.sharding import EngineLayout, parts
 from veomni_core.sites.site import Kernel, Site
 from veomni_ops.contract import Contract, dtype_name
 from veomni_ops.swiglu_mlp import CONTRACTS
 from veomni_transformers.changes.bypassed_children import with_children_as_proven
 from veomni_transformers.changes.guard_change import GuardChange
+from veomni_transformers.engine.engine_layout import EngineLayout, parts
 from veomni_transformers.engine.layout import refused
 from veomni_transformers.forwards.gated_mlps import Layout, over_linears
 from veomni_transformers.forwards.signatures import with_own_signature

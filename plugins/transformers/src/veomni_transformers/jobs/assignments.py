@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from veomni_core.errors import ConfigError
-from veomni_core.jobs.jobfile import parse_yaml, shown
+from veomni_core.jobs.jobfile import parse_yaml
+from veomni_transformers.jobs.job_files import shown
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from veomni_core.errors import ConfigError, did_you_mean, suggest
-from veomni_core.jobs.jobfile import beside_job, job_file_error, shown
+from veomni_transformers.jobs.job_files import beside_job, job_file_error, shown
 
 DTYPES = ("float32", "bfloat16", "float16")
 ALIASES: Mapping[str, str] = {"config_path": "config", "path": "weights"}

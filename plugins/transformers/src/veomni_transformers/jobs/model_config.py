@@ -13,9 +13,9 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from veomni_core.errors import ConfigError, HostError, JobFileError, UnknownNameError, did_you_mean
-from veomni_core.jobs.jobfile import shown
 from veomni_transformers.jobs.config_errors import explained
 from veomni_transformers.jobs.config_values import refuse_unfit_pairs, refuse_values
+from veomni_transformers.jobs.job_files import shown
 
 _NEVER_LISTED = {"model_type", "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype"}
 _IN_THE_JOB = "model.config"

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.changes.change_set import ChangeSet
 from veomni_core.descriptions.kernel_spec import KernelSpec
-from veomni_core.descriptions.sharding import EngineLayout, parts
 from veomni_core.errors import BindingError
 from veomni_core.kernels import IGNORED
 from veomni_core.sites.site import Kernel, Site
 from veomni_ops.cross_entropy_loss import CONTRACTS
 from veomni_transformers.changes.instance_forward import InstanceForwardChange
+from veomni_transformers.engine.engine_layout import EngineLayout, parts
 from veomni_transformers.engine.layout import refused
 from veomni_transformers.forwards.fused_head import FusedHead, why_not_plain
 from veomni_transformers.losses.head_twin import VOCABULARY, decoder_width, head_twin

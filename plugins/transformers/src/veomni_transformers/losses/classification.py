@@ -11,10 +11,10 @@ from torch import nn
 
 from veomni_core.changes.change import AttributeChange, Change
 from veomni_core.descriptions.kernel_spec import KernelSpec
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
 from veomni_ops.cross_entropy_loss import CONTRACTS
+from veomni_transformers.engine.engine_layout import EngineLayout
 from veomni_transformers.forwards.classification_loss import SINGLE_LABEL, single_label
 from veomni_transformers.losses.language_models import ReadsLosses
 from veomni_transformers.proving import probe

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from veomni_core.changes.change import Change
 from veomni_core.descriptions.kernel_spec import KernelSpec
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.errors import ConfigError
 from veomni_core.sites.site import Kernel, Site
 from veomni_ops.contract import Contract
 from veomni_ops.load_balancing_loss import CONTRACTS
+from veomni_transformers.engine.engine_layout import EngineLayout
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.branches import Branches
 from veomni_transformers.proving.called_functions import Function, callers, replaced

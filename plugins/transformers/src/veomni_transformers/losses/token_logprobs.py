@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.changes.change_set import ChangeSet
 from veomni_core.descriptions.kernel_spec import KernelSpec
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.kernels import IGNORED
 from veomni_core.sites.site import Kernel, Site
 from veomni_ops.token_logprobs import CONTRACTS, ENTROPY, LOGPROBS
+from veomni_transformers.engine.engine_layout import EngineLayout
 from veomni_transformers.engine.layout import refused
 from veomni_transformers.forwards.fused_head import why_not_plain
 from veomni_transformers.forwards.logprobs_head import Scores, logprobs_head_forward, score

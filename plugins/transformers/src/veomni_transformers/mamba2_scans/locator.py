@@ -16,8 +16,8 @@ from torch import nn
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.descriptions.kernel_spec import KernelSpec
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.site import Kernel, Site
+from veomni_transformers.engine.engine_layout import EngineLayout
 from veomni_transformers.forwards.scan_call import nothing, scan_call
 from veomni_transformers.mamba2_scans.proof import gives_nothing, prove
 from veomni_transformers.proving import probe

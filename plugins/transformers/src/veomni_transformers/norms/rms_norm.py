@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.descriptions.kernel_spec import KernelSpec
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.site import Kernel, Site
 from veomni_ops.contract import Contract
 from veomni_ops.rms_norm import CONTRACTS
+from veomni_transformers.engine.engine_layout import EngineLayout
 from veomni_transformers.forwards import norms
 from veomni_transformers.forwards.signatures import why_not_callable, with_own_signature
 from veomni_transformers.norms.proof import Case, Inputs, eps_of, prove_norm

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.site import Site
+from veomni_transformers.engine.engine_layout import EngineLayout
 from veomni_transformers.engine.layout import refused
 
 # The weight stays whole on every rank. With the first, each rank normalises its own heads, and the engine adds up the

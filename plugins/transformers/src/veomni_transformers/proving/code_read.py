@@ -26,7 +26,7 @@ class ReadsForward:
     """A locator whose proofs read the forward of the site's module, and what that calls."""
 
     def code_read(self, model: nn.Module, site: Site) -> Places:
-        """As in :class:`~veomni_core.sites.site.CodeReadingLocator`."""
+        """As :class:`~veomni_core.sites.site.SiteLocator` describes it."""
         return self._places(code_of(model.get_submodule(site.path)))
 
     def _places(self, code: Iterable[Any], tables: Collection[tuple[Any, str, str]] = ()) -> Places:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from veomni_core.changes.engine_forwards import engine_forward
-from veomni_core.changes.forward_functions import captured_cell
+from veomni_transformers.captured_cells import captured_cell
 
 Function = Callable[..., Any]
 # The most decorators that are looked through. It also ends the search in a function that closes over itself.

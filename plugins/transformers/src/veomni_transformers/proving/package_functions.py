@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from veomni_core.changes.forward_functions import captured_cell
 from veomni_core.descriptions.kernel_spec import EAGER
+from veomni_transformers.captured_cells import captured_cell
 from veomni_transformers.proving.functions import current_forward, global_functions, with_globals, within_layer
 
 Function = Callable[..., Any]

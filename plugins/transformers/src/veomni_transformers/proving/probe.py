@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from veomni_core.errors import SpecError
-from veomni_core.kernels.own_random_numbers import OwnRandomNumbers
 from veomni_ops.contract import dtype_name
+from veomni_ops.own_random_numbers import OwnRandomNumbers
 
 # Scales of the random inputs. At 1 an MLP that clamps gate and up looks standard. 100 is large enough to trigger
 # activation clamps (7 to 20 in released configs), 1e6 to trigger clamps against overflow (at 1e4 and above).

@@ -11,8 +11,8 @@ from torch import nn
 
 from veomni_core.changes.change import Change
 from veomni_core.descriptions.kernel_spec import KernelSpec
-from veomni_core.descriptions.sharding import EngineLayout
 from veomni_core.sites.site import Kernel, Site
+from veomni_transformers.engine.engine_layout import EngineLayout
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.called_functions import Caller, callers, replaced
 from veomni_transformers.proving.code_read import Places, ReadsForward, code_of

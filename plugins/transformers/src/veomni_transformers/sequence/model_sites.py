@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.binding.bind import binding_of
+from veomni_core.binding.binding import binding_of
 from veomni_core.errors import BindingError
 from veomni_core.planning.decisions import SiteDecision
 from veomni_core.sites.find import search

@@ -17,7 +17,7 @@ from functools import partial
 
 from torch import Tensor
 
-from veomni_core.kernels import ExpertRanks, Experts
+from veomni_ops.expert_ranks import ExpertRanks, Experts
 from veomni_triton_moe.token_dispatch.both_ways import Back, There
 from veomni_triton_moe.token_dispatch.exchange import Exchange
 

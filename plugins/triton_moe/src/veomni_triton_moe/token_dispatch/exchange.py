@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from veomni_core.kernels import ExpertRanks
+from veomni_ops.expert_ranks import ExpertRanks
 
 
 @dataclass(frozen=True)

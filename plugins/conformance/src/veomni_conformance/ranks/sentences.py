@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from veomni_core.binding.rank_exchange import NoAnswerError, RankExchange
+from veomni_conformance.ranks.exchange import NoAnswerError, RankExchange
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT
 from veomni_core.errors import HostError
 

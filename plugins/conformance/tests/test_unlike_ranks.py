@@ -13,7 +13,7 @@ import pytest
 
 from distributed import run_ranks
 from forked_processes import finish, fork_ranks
-from veomni_core.binding.processes import is_running, this_process
+from veomni_conformance.ranks.processes import is_running, this_process
 
 BIND = """
     import signal
@@ -90,7 +90,7 @@ def _bind(body: str) -> None:
 
 
 def test_a_process_that_has_ended_is_seen_before_its_parent_asks() -> None:
-    code = "from veomni_core.binding.processes import this_process; print(this_process(), flush=True); input()"
+    code = "from veomni_conformance.ranks.processes import this_process; print(this_process(), flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin and child.stdout
     name = child.stdout.readline().strip()

@@ -11,36 +11,36 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from signal import Signals
 
+from veomni_core.discovery.discover import TRIAL_TIMEOUT as TIMEOUT
 from veomni_core.discovery.installed_plugins import InstalledPlugin
 from veomni_core.errors import ConfigError
 
-TIMEOUT = "VEOMNI_PLUGIN_TIMEOUT"
 _FOUND = "VEOMNI_PLUGINS_TRIED"  # what was found, so that neither this process nor one that it starts waits again
 _RETURNED = "returned"
 
 
-def trial_timeout(environ: Mapping[str, str]) -> float:
-    """The seconds that a plugin may take, of ``VEOMNI_PLUGIN_TIMEOUT``; 0, for no trial, where it is not set.
-
-    Raises:
-        ConfigError: it is no number.
-    """
-    text = environ.get(TIMEOUT, "").strip()
-    try:
-        return max(float(text or 0), 0.0)
-    except ValueError:
-        raise ConfigError(f"{TIMEOUT}={text!r} is no number of seconds") from None
-
-
-def tried(plugins: Sequence[InstalledPlugin], timeout: float) -> dict[str, str]:
-    """By the module of each plugin, how it ends the process that loads it or outlasts ``timeout``; empty if neither.
+def tried(plugins: Sequence[InstalledPlugin], seconds: str) -> dict[str, str]:
+    """By the module of each plugin, how it ends the process that loads it or outlasts ``seconds``; empty if neither.
 
     What a plugin raises is no matter of this: who loads it next sees that, with its traceback.
+
+    Args:
+        plugins: the plugins.
+        seconds: the value of ``VEOMNI_PLUGIN_TIMEOUT``; at 0 there is no trial.
+
+    Raises:
+        ConfigError: ``seconds`` is no number.
     """
+    try:
+        timeout = float(seconds)
+    except ValueError:
+        raise ConfigError(f"{TIMEOUT}={seconds!r} is no number of seconds") from None
+    if timeout <= 0:
+        return {}
     found: dict[str, str] = json.loads(os.environ.get(_FOUND, "{}"))
     modules = [plugin.module for plugin in plugins if plugin.module not in found]
     if modules:

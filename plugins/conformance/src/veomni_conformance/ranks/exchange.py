@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from veomni_core.binding.processes import is_running, this_process
+from veomni_conformance.ranks.processes import is_running, this_process
 
 _PROCESS = "process"
 _LOOK_EVERY = 1.0  # seconds between two looks at whether the ranks that are waited for still run

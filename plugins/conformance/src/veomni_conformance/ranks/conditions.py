@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from veomni_core.discovery.installed_plugins import definition_distributions
-from veomni_core.discovery.torch_overrides import PYTHON_NATIVE, overrides_in_force
+from veomni_core.discovery.torch_overrides import PYTHON_NATIVE, changed_overrides, code_of
 
 # The plan names the version of each plugin that it takes a kernel from. These compute the rest of the model, and
 # distributions that define ops prove its sites.
@@ -38,7 +39,7 @@ def rank_conditions() -> dict[str, str]:
 
     What is not installed or not set is left out.
     """
-    overrides = overrides_in_force()
+    overrides = _overrides_in_force()
     return {**dict(_versions()), **dict(_variables()), **({PYTHON_NATIVE: overrides} if overrides else {})}
 
 
@@ -77,6 +78,21 @@ def _variables() -> Iterator[tuple[str, str]]:
     for name in _FILES:
         if value := os.environ.get(name):
             yield name, _content(Path(value))
+
+
+def _overrides_in_force() -> str:
+    """Every replacement of an operator, for the comparison of ranks: how many, a hash, and what was changed."""
+    registry = sys.modules.get("torch._native.registry")
+    if registry is None:
+        return ""
+    active = [  # the first of an operator's whose condition holds is called
+        f"{op} {key} {node.dsl_name} {code_of(node)}"
+        for (op, key), nodes in sorted(registry._graphs.items())
+        for node in nodes
+        if node.active and (op, key) in registry._aten_override_libs
+    ]
+    counted = f"{len(active)} operators ({hashlib.sha256(repr(active).encode()).hexdigest()[:8]})" if active else ""
+    return ", ".join(filter(None, (counted, changed_overrides())))
 
 
 def _content(path: Path) -> str:

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from veomni_core.cli.completion import complete_op
-from veomni_core.cli.names import find_op
+from veomni_conformance.cli.names import complete_op, find_op
 from veomni_core.cli.output import AsJson, HardwareName, print_json
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.references import load_attribute
