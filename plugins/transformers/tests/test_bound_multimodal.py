@@ -6,7 +6,10 @@ import pytest
 import torch
 from tiny_multimodal import CONFIGS, media_batch, text_batch, tiny_model, with_kinds
 
-from veomni_core import bind
+from planned_norms import vouching
+from veomni_conformance.given_kernels import definitions
+from veomni_core import KernelSpec, bind
+from veomni_core.discovery.registry import PluginRecord, build_registry
 
 VIDEOS = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"}
 SOUNDS = {"qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"}
@@ -55,3 +58,25 @@ def test_bound_equals_eager(family, modality):
         torch.testing.assert_close(
             found[name], gradient, rtol=2e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+@pytest.mark.parametrize("family", ["llama4", "mistral3"])
+def test_angles_that_are_complex_or_have_no_batch_reach_a_kernel(family):
+    """Llama 4's, and Pixtral's in Mistral 3."""
+    model = tiny_model(family)
+    batch = media_batch(model)
+    wanted, gradients = step(model, batch)
+    specs = tuple(
+        KernelSpec("own", "rotary_pos_emb", variant, f"veomni_ops.rotary_pos_emb:{variant}")
+        for variant in ("full", "pairwise")
+    )
+    record = PluginRecord("one", "veomni-one", "1.0", __name__, kernels=specs)
+    registry = vouching(build_registry([*definitions(), record], {}), *specs, distribution="veomni-one")
+    binding = bind(model, {"preset": "eager", "rotary_pos_emb_implementation": "own"}, registry=registry)
+    (rotations,) = (op for op in binding.plan.ops if op.op_name == "rotary_pos_emb")
+    forms = {decision.site.detail.get("angles") for decision in rotations.sites if decision.bound}
+    assert {"llama4": "complex", "mistral3": "unbatched"}[family] in forms
+    loss, found = step(model, batch)
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=2e-4, atol=2e-5)

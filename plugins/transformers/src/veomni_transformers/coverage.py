@@ -144,7 +144,7 @@ def _cover(kind: str, model_type: str, config: OpsConfig) -> ModelCoverage:
                     unproven=_evidence(model, (s for s in found if s.variant is None and _examined(s))),
                     unexamined=_evidence(model, (s for s in found if s.variant is None and not _examined(s))),
                     left_eager=tuple(sorted(eager)),
-                    declared=_evidence(model, (s for s in found if s.declared)),
+                    declared=_evidence(model, (s for s in found if s.declared and s.variant is not None)),
                 )
             )
     mixing = mixing_layers(model, plan.ops, config.registry)

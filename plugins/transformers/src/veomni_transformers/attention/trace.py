@@ -292,7 +292,8 @@ def roots(model: nn.Module, readers: Iterable[str]) -> Iterator[Root]:
     without words, and the methods by which the model makes features of pictures and sounds.
     """
     wanted = {id(model.get_submodule(path).config) for path in readers}
-    models, others = [""], []
+    models: list[str] = [""]
+    others: list[str] = []
     for path, module in named_modules(model):
         identity = id(vars(module).get("config"))
         if path and identity in wanted:

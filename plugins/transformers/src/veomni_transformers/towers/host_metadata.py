@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -80,9 +81,7 @@ class HostMetadata:
                     continue
                 taken = inspect.signature(method).parameters
                 inputs = {name: _shape_alone(value) for name, value in batch.items() if name in taken}
-                probe.attempt(
-                    lambda method=method, inputs=inputs: method(**inputs)
-                )  # what it found counts, not its end
+                probe.attempt(partial(method, **inputs))  # what it found counts, not its end
                 added |= {f"{call.modality}_{name}": value for name, value in self._found.items()}
             added |= self._text_positions(batch)
         return {name: value for name, value in added.items() if name not in batch}
