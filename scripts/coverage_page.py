@@ -1,4 +1,4 @@
-"""docs/reference/coverage.md: what ``veomni coverage`` finds in every causal model type, with veomni-torch.
+"""docs/reference/coverage.md: what ``veomni coverage`` finds in every model type, with veomni-torch.
 
 The same transformers and plugins always give the same text. ``make generate COVERAGE=1`` writes it, in minutes.
 """
@@ -12,7 +12,7 @@ from veomni_core import discover
 from veomni_core.discovery.registry import Registry
 from veomni_transformers.coverage import ModelCoverage, OpCoverage, claims, cover, model_types, summarise
 
-MODELS, PLUGIN = "causal", "veomni-torch"
+MODELS, PLUGIN = "all", "veomni-torch"
 COMMAND = f"veomni coverage --transformers-models {MODELS}"
 
 _ELSEWHERE = (
@@ -53,7 +53,7 @@ def coverage_page(models: Sequence[ModelCoverage], registry: Registry, command: 
         "",
         "## Model types",
         "",
-        "Proven/found, a star where all are bound.",
+        "Proven/found, a star where all are bound; `declared` where some are declared alone.",
         "",
         *_table(("type", *ops), ([f"`{model.model_type}`", *(_cell(model, op) for op in ops)] for model in built)),
         "",
@@ -80,6 +80,12 @@ def coverage_page(models: Sequence[ModelCoverage], registry: Registry, command: 
         "",
         *_reason_lines(built, lambda op: op.unexamined),
         "",
+        "## Declared alone",
+        "",
+        "transformers, or modeling code, states the variant, and nothing could run the code.",
+        "",
+        *_reason_lines(built, lambda op: op.declared),
+        "",
         "## Not built",
         "",
         *(f"- `{model.model_type}`: {_plain(model.problem)}" for model in models if model.problem),
@@ -98,7 +104,7 @@ def _cell(model: ModelCoverage, op_name: str) -> str:
     op = model.op(op_name)
     if op is None:
         return ""
-    return f"{op.proven}/{op.found}{' *' * (op.bound == op.found)}"
+    return f"{op.proven}/{op.found}{' *' * (op.bound == op.found)}{' declared' * bool(op.declared)}"
 
 
 def _packing_rows(models: Sequence[ModelCoverage]) -> Iterable[Sequence[str]]:

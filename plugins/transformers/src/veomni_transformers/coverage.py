@@ -40,13 +40,14 @@ class OpCoverage:
 
     Attributes:
         found: the number of sites.
-        proven: the sites whose variant is known.
+        proven: the sites whose variant is known, by a proof or by declaration.
         refused: the sites whose code was run and computes something else than every known variant.
         bound: the sites that get a kernel.
         variants: the variants that were found.
         unproven: the evidence on the refused sites: how their code differs.
         unexamined: why the probe could not run the remaining sites. What they compute is not known.
         left_eager: why sites with a known variant get no kernel.
+        declared: why sites of those with a known variant are declared alone, each reason once.
     """
 
     op_name: str
@@ -58,6 +59,7 @@ class OpCoverage:
     unproven: tuple[str, ...]
     unexamined: tuple[str, ...]
     left_eager: tuple[str, ...]
+    declared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ def _cover(kind: str, model_type: str, config: OpsConfig) -> ModelCoverage:
                     unproven=_evidence(model, (s for s in found if s.variant is None and _examined(s))),
                     unexamined=_evidence(model, (s for s in found if s.variant is None and not _examined(s))),
                     left_eager=tuple(sorted(eager)),
+                    declared=_evidence(model, (s for s in found if s.declared and s.variant is not None)),
                 )
             )
     mixing = mixing_layers(model, plan.ops, config.registry)
@@ -150,16 +153,29 @@ def _cover(kind: str, model_type: str, config: OpsConfig) -> ModelCoverage:
 
 
 def _built(kind: str, config: Any) -> Any:
-    """The model of a default config on the meta device, with sections of multimodal rotary embeddings that fit it."""
+    """The model of a default config on the meta device, with settings of rotary embeddings and windows that fit it.
+
+    Some default configs mix sizes of several models: heads of an odd width, sections of multimodal rotary embeddings
+    for another width, layers with a window that has no size. Published models' fit.
+    """
     auto = _AUTO_CLASSES[kind][0]
     made, config = (auto, config) if auto is not None else class_and_config(config)
     build = made.from_config if auto is not None else made._from_config
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if (
+        isinstance(heads, int)
+        and isinstance(getattr(text, "head_dim", None), int | None)
+        and hasattr(text, "hidden_size")
+    ) and (getattr(text, "head_dim", None) or text.hidden_size // heads) % 2:
+        text.head_dim = 128
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()) and getattr(text, "sliding_window", 1) is None:
+        text.sliding_window = 512
     with torch.device("meta"):
         model = build(config, dtype=torch.bfloat16)
-        text = config.get_text_config()
         rotary = next((each for each in model.modules() if hasattr(each, _SECTIONS)), None)
         pairs = getattr(getattr(rotary, "inv_freq", None), "numel", int)()
-        if pairs and sum(getattr(rotary, _SECTIONS)) != pairs:  # a published model's fit; a default may be another's
+        if pairs and sum(getattr(rotary, _SECTIONS)) != pairs:
             part = pairs * 3 // 8
             text.rope_parameters = {**text.rope_parameters, _SECTIONS: [pairs - 2 * part, part, part]}
             model = build(config, dtype=torch.bfloat16)

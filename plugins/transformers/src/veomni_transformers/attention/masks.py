@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from veomni_ops.attention import visible
+from veomni_transformers.attention.module_values import ModuleValues
 from veomni_transformers.attention.trace import AttentionCall, Trace
 
 # Options that differ between interfaces by design, or positions, which the mask takes into account already.
@@ -21,17 +22,26 @@ _NOT_COMPARED = frozenset({"is_causal", "sliding_window", "position_ids", "cache
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
-def difference(eager: Trace, other: Trace, at_first: bool) -> str:
+def difference(eager: Trace, other: Trace, at_first: bool, values: ModuleValues) -> str:
     """What a kernel of the other interface would compute differently; empty if nothing.
 
     Queries that see no key in eager attention, and those at padding, are left out: see :func:`differs_at_padding`.
-    ``at_first``: without a mask, the other interface aligns the first query with the first key.
+    ``at_first``: without a mask, the other interface aligns the first query with the first key. ``values`` runs the
+    modules of towers, and those that call their attention another number of times.
     """
-    if len(eager.calls) != len(other.calls):
-        return f"the model calls its attention {len(other.calls)} times, and {len(eager.calls)} times for eager"
+    if len(eager.modules) != len(other.modules):
+        return f"the model runs its attention {len(other.modules)} times, and {len(eager.modules)} times for eager"
     for mine, theirs in _distinct(eager, other):
         if why := _given_otherwise(mine, theirs) or _seen_otherwise(mine, theirs, at_first, eager.padding):
             return f"{type(mine.module).__name__} {why}"
+    for run, calls, others in _runs(eager, other):
+        if len(calls) == len(others) and (not eager.of_tower or eager.padding is not None):
+            continue
+        why, examined = values.difference(eager.modules[run], other.modules[run], at_first)
+        if why and (examined or len(calls) != len(others)):
+            name = type((calls or others)[0].module).__name__
+            counts = f" calls its attention {len(others)} times, and {len(calls)} times for eager, and"
+            return f"{name}{counts if len(calls) != len(others) else ''}: {why}"
     return ""
 
 
@@ -40,14 +50,24 @@ def differs_at_padding(eager: Trace, other: Trace, at_first: bool) -> bool:
     return any(_seen_otherwise(*pair, at_first, None, every=True) for pair in _distinct(eager, other))
 
 
+def _runs(eager: Trace, other: Trace) -> Iterator[tuple[int, list[AttentionCall], list[AttentionCall]]]:
+    """The place of each run of an attention module, and its calls in both traces."""
+    calls: list[list[list[AttentionCall]]] = [[[] for _ in trace.modules] for trace in (eager, other)]
+    for trace, by_run in zip((eager, other), calls, strict=True):
+        for call in trace.calls:
+            by_run[call.run].append(call)
+    yield from ((run, mine, theirs) for run, (mine, theirs) in enumerate(zip(*calls, strict=True)) if mine or theirs)
+
+
 def _distinct(eager: Trace, other: Trace) -> Iterator[tuple[AttentionCall, AttentionCall]]:
     """The calls of both runs in pairs, without those that only repeat a pair's masks: they are large for images."""
     seen: set[Hashable] = set()
-    for mine, theirs in zip(eager.calls, other.calls, strict=True):
-        pair = _masks(mine), _masks(theirs)
-        if pair not in seen or _given_otherwise(mine, theirs):
-            seen.add(pair)
-            yield mine, theirs
+    for _, calls, others in _runs(eager, other):
+        for mine, theirs in zip(calls, others, strict=True) if len(calls) == len(others) else ():
+            pair = _masks(mine), _masks(theirs)
+            if pair not in seen or _given_otherwise(mine, theirs):
+                seen.add(pair)
+                yield mine, theirs
 
 
 def _given_otherwise(eager: AttentionCall, other: AttentionCall) -> str:

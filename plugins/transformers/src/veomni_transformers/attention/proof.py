@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,8 @@ from veomni_transformers.attention.eager_proof import EagerProofs
 from veomni_transformers.attention.head_widths import features_needed, head_widths
 from veomni_transformers.attention.interface_names import is_in_use
 from veomni_transformers.attention.masks import difference, differs_at_padding
-from veomni_transformers.attention.trace import AttentionCall, Trace, TracedModel, roots
+from veomni_transformers.attention.module_values import ModuleValues
+from veomni_transformers.attention.trace import NOTHING_FITS, AttentionCall, Root, Trace, TracedModel, roots
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.of_others import function_of_others
 from veomni_transformers.proving.proof import Proof
@@ -53,21 +53,22 @@ def _run(
 ) -> Iterator[tuple[str, Proof]]:
     every = [path for paths in readers.values() for path in paths]
     traced, error = probe.attempt(lambda: TracedModel(model, every))
-    proofs = EagerProofs()
+    proofs, values = EagerProofs(), ModuleValues(model)
     runs: list[_Runs] = []
     for root in roots(model, every) if not error else ():  # until runs have reached every attention module
-        if set(every) - {path for run in runs for path in run.reached(every)}:
-            runs.append(_Runs(traced, *root))
+        missed = set(every) - {path for run in runs for path in run.reached(every)}
+        if any(not root.path or path.startswith(f"{root.path}.") for path in missed):
+            runs.append(_Runs(traced, root))
     for owner, paths in readers.items():
         reaching = [run for run in runs if run.reached(paths)]
-        yield owner, _proof(model, paths, reaching, refused[owner], proofs, runs, error)
+        yield owner, _proof(model, paths, reaching, refused[owner], (proofs, values), runs, error)
 
 
 class _Runs:
     """The runs of one root module: for each interface one without padding and one with it."""
 
-    def __init__(self, traced: TracedModel, root: str, crossing: bool) -> None:
-        self._traced, self._root, self._crossing = traced, root, crossing
+    def __init__(self, traced: TracedModel, root: Root) -> None:
+        self._traced, self._root = traced, root
         self.eager = self._run("eager")
         self._others: dict[str, list[Trace]] = {}
 
@@ -82,7 +83,7 @@ class _Runs:
         return self._others[interface]
 
     def _run(self, interface: str) -> list[Trace]:
-        return [self._traced.run(self._root, interface, padded, self._crossing) for padded in (False, True)]
+        return [self._traced.run(self._root, interface, padded) for padded in (False, True)]
 
 
 def _proof(
@@ -90,10 +91,11 @@ def _proof(
     paths: list[str],
     runs: list[_Runs],
     refused: dict[str, str],
-    proofs: EagerProofs,
+    by_value: tuple[EagerProofs, ModuleValues],
     tried: list[_Runs],
     error: str,
 ) -> Proof:
+    proofs, values = by_value
     missed = set(paths) - {path for run in runs for path in run.reached(paths)}
     calls = [call for run in runs for trace in run.eager for call in trace.calls if call.path in paths]
     needs = ("dense_mask",) if MASK_FEATURES["flash_attention"] in refused else ()
@@ -105,16 +107,15 @@ def _proof(
     if calls and (why := _own_mismatch(interface_of(model.get_submodule(paths[0])), calls, proofs)):
         return proof(None, why)
     for family, feature in MASK_FEATURES.items():
-        if feature not in refused and (why := _mask_difference(runs, paths, family)):
+        if feature not in refused and (why := _mask_difference(runs, paths, family, values)):
             refused[feature] = f"with the masks of {family} {why}"
     if len(refused) == len(MASK_FEATURES):
         return proof(None, "; ".join(refused.values()))
     proof = partial(proof, left_out=dict(_left_out(model.get_submodule(paths[0]), runs, paths, refused)))
     allowed = [family for family, feature in MASK_FEATURES.items() if feature not in refused]
     if missed:
-        why = next(
-            (run.eager[0].why_it_ended for run in tried if run.eager[0].why_it_ended), error or "nothing calls it"
-        )
+        ended = [run.eager[0].why_it_ended for run in tried if run.eager[0].why_it_ended]
+        why = error or next((each for each in reversed(ended) if each != NOTHING_FITS), "nothing calls it")
         word = ", ".join(_SUPPORTED[family][0] for family in allowed)
         evidence = f"declared by transformers ({word}); {len(missed)} of {len(paths)} modules could not be run: {why}"
         return proof(_VARIANT, evidence, examined=False, declared=True)
@@ -139,11 +140,11 @@ def _own_mismatch(name: str, calls: list[AttentionCall], proofs: EagerProofs) ->
     return f"its attention {name!r} is {home}, which {why}" if why else ""
 
 
-def _mask_difference(runs: list[_Runs], paths: list[str], family: str) -> str:
+def _mask_difference(runs: list[_Runs], paths: list[str], family: str, values: ModuleValues) -> str:
     for eager, other in _pairs(runs, paths, family):
         if other.why_it_ended and not eager.why_it_ended:
             return f"the model does not run ({other.why_it_ended})"
-        if why := difference(eager, other, family != _BY_LENGTHS):
+        if why := difference(eager, other, family != _BY_LENGTHS, values):
             return f"{why}{' (with padding)' if eager.padding is not None else ''}"
     return ""
 
@@ -152,7 +153,7 @@ def _pairs(runs: list[_Runs], paths: list[str], family: str) -> Iterator[tuple[T
     """The calls of the modules at ``paths`` in each run for eager attention, and in the run for ``family``."""
     for run in runs:
         for pair in zip(run.eager, run.under(_RUN_AS[family]), strict=True):
-            eager, other = (replace(trace, calls=[c for c in trace.calls if c.path in paths]) for trace in pair)
+            eager, other = (trace.of(paths) for trace in pair)
             yield eager, other
 
 

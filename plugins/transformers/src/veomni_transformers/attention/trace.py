@@ -11,17 +11,21 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.sites.walk import named_modules
 from veomni_transformers.attention.config_changes import OwnConfigs, select_interface
+from veomni_transformers.attention.module_values import ModuleRun
 from veomni_transformers.attention.repeated_layers import skip_repeated_layers
+from veomni_transformers.attention.tower_inputs import tower_inputs
 from veomni_transformers.attention.weightless import run_on_meta
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.functions import current_forward, global_functions, with_globals
@@ -31,13 +35,19 @@ Function = Callable[..., Any]
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 _EAGER_FUNCTION = "eager_attention_forward"
 _DECODER_LENGTH = 7  # differs from the encoder's, so that cross-attention can be told apart
-_PATCHES = 32  # the most patches along an image's side: Pixtral's 96 by 96 would need masks of 18432 by 18432
+_FEATURES = ("get_image_features", "get_video_features", "get_audio_features")
+NOTHING_FITS = "nothing says how to call it"
+_CROSSED = ("encoder_hidden_states", "cross_attention_states")
+_MOST_FORMS = 60  # of inputs that are tried on one part of a model
 WINDOW = 4  # shorter than LENGTH, so that a sliding window hides keys
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of an attention function by ``module``; ``eager`` is the function that eager attention would run."""
+    """One call of an attention function by ``module``; ``eager`` is the function that eager attention would run.
+
+    ``run`` is the place of the module's run among the trace's :attr:`Trace.modules`.
+    """
 
     path: str
     module: nn.Module
@@ -45,16 +55,28 @@ class AttentionCall:
     heads: tuple[Tensor, Tensor, Tensor]
     mask: Any
     options: Mapping[str, Any]
+    run: int = 0
 
 
 @dataclass
 class Trace:
-    """One run of the model: its attention calls, the modules that it reached, and the error that ended it, if any."""
+    """One run of the model: its attention calls, the modules that it reached, and the error that ended it, if any.
+
+    ``modules`` are the runs of attention modules; ``of_tower`` is whether the model was given no words.
+    """
 
     padding: Tensor | None
+    of_tower: bool = False
     calls: list[AttentionCall] = field(default_factory=list)
+    modules: list[ModuleRun] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
     why_it_ended: str = ""
+
+    def of(self, paths: Collection[str]) -> Trace:
+        """This run, with the runs and calls of the modules at ``paths`` alone."""
+        kept = {run: place for place, run in enumerate(n for n, each in enumerate(self.modules) if each.path in paths)}
+        calls = [replace(call, run=kept[call.run]) for call in self.calls if call.run in kept]
+        return replace(self, calls=calls, modules=[self.modules[run] for run in kept])
 
 
 class TracedModel:
@@ -64,7 +86,8 @@ class TracedModel:
         self._twin = hollow_twin(model).eval()
         self._trace = Trace(None)
         self._numbers = probe.OwnNumbersWhileDrawn()
-        self._ran_for_eager: dict[tuple[str, bool, bool], frozenset[str]] = {}
+        self._ran_for_eager: dict[tuple[Root, bool], tuple[dict[str, Any], frozenset[str]]] = {}
+        self.interface = EAGER
         for _, module in named_modules(self._twin):  # a forward may write to lists and mappings: the copy has its own
             vars(module).update({n: copy.copy(v) for n, v in vars(module).items() if type(v) in (list, dict, set)})
         OwnConfigs(self._twin).apply()
@@ -78,41 +101,49 @@ class TracedModel:
         run_on_meta(self._twin, readers)
         self._repeated = skip_repeated_layers(self._twin, self._reached_within)
 
-    def run(self, path: str, interface: str, padded: bool, crossing: bool = False) -> Trace:
-        """Run the module at ``path`` under transformers' mask ``interface``, with or without padding.
-
-        ``eager`` must be run first. ``crossing`` also passes an encoder's hidden states, for cross-attention in a
-        decoder that has no encoder.
-        """
-        module: Any = self._twin.get_submodule(path)
+    def run(self, root: Root, interface: str, padded: bool) -> Trace:
+        """Run ``root`` under transformers' mask ``interface``, with or without padding. ``eager`` must be run first."""
+        module: Any = self._twin.get_submodule(root.path)
         for config in _configs(self._twin):
             _, why_not = probe.attempt(partial(select_interface, config, interface))
             if why_not:  # in transformers 5.2 gpt-oss's config raises for every FlashAttention but one
                 return Trace(None, why_it_ended=why_not)
-        inputs, why_not = probe.attempt(lambda: _inputs(module, padded, crossing))
-        if why_not:  # nothing says how to call the model: for instance, it is an attention module on its own
-            return Trace(None, why_it_ended=why_not)
-        run = (path, padded, crossing)
-        trace = self._call(module, inputs, run)
-        if trace.why_it_ended and "pixel_values" in inputs:  # it may only take images of the size in its config
-            height, width = _image_size(module.config)
-            trace = self._call(module, {**inputs, "pixel_values": _image(module.config, height, width)}, run)
-        self._ran_for_eager.setdefault(run, self._repeated.ran)
-        return trace
+        known = self._ran_for_eager.get((root, padded))
+        if known is not None:
+            inputs, ran = known
+            return self._call(module, root, inputs, ran, interface)
+        best = Trace(None, why_it_ended=NOTHING_FITS, of_tower=not root.of_words)
+        for inputs in islice(_forms(module, root, padded), _MOST_FORMS):
+            trace = self._call(module, root, inputs, frozenset(), interface)
+            complete = bool(trace.calls) and not trace.why_it_ended
+            if complete or not best.calls or len(trace.reached) > len(best.reached):
+                best = trace
+                self._ran_for_eager[root, padded] = inputs, self._repeated.ran
+            if complete:
+                break
+        return best
 
-    def _call(self, module: Any, inputs: dict[str, Any], run: tuple[str, bool, bool]) -> Trace:
-        trace = self._trace = Trace(inputs.get("attention_mask"))
+    def _call(self, module: Any, root: Root, inputs: dict[str, Any], ran: frozenset[str], interface: str) -> Trace:
+        padding = inputs.get("attention_mask")
+        trace = self._trace = Trace(padding, of_tower=not root.of_words)
+        self.interface = interface
         # Run the layers that ran for eager. With other masks more layers may look repeated, but the calls of both runs
         # are compared one by one.
-        self._repeated.begin_run(self._ran_for_eager.get(run, frozenset()))
+        self._repeated.begin_run(ran)
         with torch.no_grad(), self._numbers.run(), LinearsOfZeros():
-            _, trace.why_it_ended = probe.attempt(lambda: module(**inputs))
+            _, trace.why_it_ended = probe.attempt(lambda: getattr(module, root.method)(**inputs))
         return trace
 
     def _recording(self, path: str, forward: Function) -> Function:
         functions = {name: value for name, value in global_functions(forward) if name.endswith(_EAGER_FUNCTION)}
         recorders = {name: _Recorder(self, path, function) for name, function in functions.items()}
-        return with_globals(forward, {TABLE: _RecordingTable(self, path), **recorders})
+        run = with_globals(forward, {TABLE: _RecordingTable(self, path), **recorders})
+
+        def recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._trace.modules.append(ModuleRun(path, self.interface, args, kwargs))
+            return run(module, *args, **kwargs)
+
+        return recorded
 
     def _reached_within(self, layer: str) -> None:
         """Called with each repeated layer that is skipped: its attention counts as reached."""
@@ -120,7 +151,9 @@ class TracedModel:
 
     def record(self, call: AttentionCall) -> None:
         """Called by the recorders."""
-        self._trace.calls.append(call)
+        self._trace.calls.append(replace(call, run=len(self._trace.modules) - 1))
+        query, key, _ = call.heads
+        self._trace.modules[-1].scores.append(query.shape[:3].numel() * key.shape[2])
         self._trace.reached.add(call.path)
 
 
@@ -135,10 +168,21 @@ class _Recorder:
     ) -> tuple[Tensor, None]:
         if rest:
             raise TypeError(f"its attention function is given {len(rest)} positional arguments after the mask")
+        if self._model.interface == EAGER and not _is_dense(attention_mask, query, key):
+            raise TypeError(
+                f"its eager attention is given a mask {tuple(attention_mask.shape)} of {attention_mask.dtype}"
+            )
         heads = (query, key, value)
         self._model.record(AttentionCall(self._path, module, self.eager, heads, attention_mask, kw))
         batch, count, length, _ = query.shape
         return ZERO.expand(batch, length, count, value.shape[-1]), None
+
+
+def _is_dense(mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
+    if mask is None:
+        return True
+    fits = mask.dim() == 4 and mask.shape[2] in (1, query.shape[2]) and mask.shape[3] in (1, key.shape[2])
+    return fits and (mask.is_floating_point() or mask.dtype == torch.bool)
 
 
 class _RecordingTable:
@@ -162,16 +206,36 @@ class _RecordingTable:
     get = get_interface
 
 
-def _inputs(module: Any, padded: bool, crossing: bool) -> dict[str, Any]:
-    """Token ids, or what the model names as its main input, in the shapes that its config gives."""
+@dataclass(frozen=True)
+class Root:
+    """What is run: the forward of the module at ``path``, or another method of it.
+
+    ``crossing`` also passes an encoder's hidden states, for cross-attention in a decoder that has no encoder;
+    ``of_words`` is whether it takes words, or numbers in their place.
+    """
+
+    path: str
+    method: str = "forward"
+    crossing: bool = False
+    of_words: bool = True
+
+
+def _forms(module: Any, root: Root, padded: bool) -> Iterator[dict[str, Any]]:
+    """The forms of inputs to try, the first one that runs to its end is the one."""
+    if root.of_words:
+        inputs, why_not = probe.attempt(lambda: _words(module, padded, root.crossing))
+        if not why_not:
+            yield inputs
+    else:
+        yield from tower_inputs(module, getattr(type(module), root.method), padded)
+
+
+def _words(module: Any, padded: bool, crossing: bool) -> dict[str, Any]:
+    """Token ids, or embeddings in their place, in the shapes that the config of ``module`` gives."""
     parameters = inspect.signature(type(module).forward).parameters
     config = module.config
     known: dict[str, Any] = {"use_cache": False}
-    main = getattr(module, "main_input_name", "input_ids")
-    if main == "pixel_values":
-        longest = _PATCHES * max(_pair(getattr(config, "patch_size", 1)))
-        known["pixel_values"] = _image(config, *(min(side, longest) for side in _image_size(config)))
-    elif "input_ids" in parameters:
+    if "input_ids" in parameters:
         known["input_ids"] = _tokens(config, LENGTH)
         known["decoder_input_ids"] = _tokens(config, _DECODER_LENGTH)
         if padded:
@@ -181,7 +245,8 @@ def _inputs(module: Any, padded: bool, crossing: bool) -> dict[str, Any]:
         name = "inputs_embeds" if "inputs_embeds" in parameters else "hidden_states"
         known[name] = ZERO.expand(BATCH, LENGTH, config.hidden_size)
     if crossing:
-        known["encoder_hidden_states"] = ZERO.expand(BATCH, _DECODER_LENGTH, config.hidden_size)
+        known |= dict.fromkeys(_CROSSED, ZERO.expand(BATCH, _DECODER_LENGTH, config.hidden_size))
+        known["cross_attention_mask"] = torch.zeros(BATCH, 1, LENGTH, _DECODER_LENGTH, dtype=ZERO.dtype)
     return {
         name: value for name, value in known.items() if name in parameters or (name == "use_cache" and _open(module))
     }
@@ -191,18 +256,6 @@ def _open(module: Any) -> bool:
     """Whether the forward takes ``use_cache`` among its ``**kwargs``."""
     kinds = {parameter.kind for parameter in inspect.signature(type(module).forward).parameters.values()}
     return "use_cache" in vars(module.config) and inspect.Parameter.VAR_KEYWORD in kinds
-
-
-def _image(config: Any, height: int, width: int) -> Tensor:
-    return ZERO.expand(BATCH, getattr(config, "num_channels", 3), height, width)
-
-
-def _image_size(config: Any) -> tuple[int, int]:
-    return _pair(config.image_size)
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)  # type: ignore[return-value]
 
 
 def _tokens(config: Any, length: int) -> Tensor:
@@ -215,7 +268,8 @@ def _tokens(config: Any, length: int) -> Tensor:
 
 
 def _configs(twin: nn.Module) -> list[Any]:
-    return list({id(m.config): m.config for _, m in named_modules(twin) if "config" in vars(m)}.values())
+    configs = (m.config for _, m in named_modules(twin) if hasattr(vars(m).get("config"), "__dict__"))
+    return list({id(config): config for config in configs}.values())
 
 
 def _narrow_windows(twin: nn.Module) -> None:
@@ -231,18 +285,48 @@ def _narrow_windows(twin: nn.Module) -> None:
             vars(each)["sliding_window"] = WINDOW
 
 
-def roots(model: nn.Module, readers: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """``(path, crossing)`` of each run: the model, and the outermost model that holds each further config of attention.
+def roots(model: nn.Module, readers: Iterable[str]) -> Iterator[Root]:
+    """What to run, in this order, until every attention was reached.
 
-    ``crossing`` runs pass an encoder's hidden states, for models that take them.
+    First what takes words: the model, and the outermost model that holds each further config of attention. Then these
+    without words, and the methods by which the model makes features of pictures and sounds.
     """
-    yield "", False
-    if "encoder_hidden_states" in inspect.signature(type(model).forward).parameters:
-        yield "", True
     wanted = {id(model.get_submodule(path).config) for path in readers}
+    models: list[str] = [""]
+    others: list[str] = []
     for path, module in named_modules(model):
         identity = id(vars(module).get("config"))
-        if identity in wanted and hasattr(type(module), "main_input_name"):
-            wanted.discard(identity)
-            if path:
-                yield path, False
+        if path and identity in wanted:
+            is_model = hasattr(type(module), "main_input_name")
+            if is_model:
+                wanted.discard(identity)
+            if is_model or not any(f"{path}.".startswith(f"{each}.") for each in others):
+                (models if is_model else others).append(path)
+    for path in models:
+        module = model.get_submodule(path)
+        parameters = inspect.signature(type(module).forward).parameters
+        main = getattr(module, "main_input_name", "input_ids")
+        takes_words = "input_ids" in parameters or not path
+        if takes_words or not main.startswith("pixel"):
+            yield Root(path)
+        if parameters.keys() & {*_CROSSED}:
+            yield Root(path, crossing=True)
+        if not takes_words or main != "input_ids" or "query_embeds" in parameters:
+            yield Root(path, of_words=False)
+    yield from reversed(list(_features(model)))
+    yield from (Root(path, of_words=False) for path in others if path not in readers)
+
+
+def _features(model: nn.Module) -> Iterator[Root]:
+    """The methods that make features, each of the innermost module that has it."""
+    having = [
+        (path, name)
+        for path, module in named_modules(model)
+        for name in _FEATURES
+        if callable(getattr(type(module), name, None))
+    ]
+    for path, name in having:
+        if not any(
+            name == other and inner != path and inner.startswith(f"{path}.".lstrip(".")) for inner, other in having
+        ):
+            yield Root(path, name, of_words=False)

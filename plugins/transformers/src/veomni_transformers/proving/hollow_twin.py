@@ -34,7 +34,8 @@ def hollow_twin(module: nn.Module) -> nn.Module:
         twin._buffers[name] = None if buffer is None else _buffer(name, buffer)
     for name, child in module._modules.items():
         twin._modules[name] = None if child is None else hollow_twin(child)
-    if isinstance(width := getattr(module, "out_features", None), int):
+    own = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward  # Llama 4's router
+    if not own and isinstance(width := getattr(module, "out_features", None), int):
         vars(twin)["forward"] = partial(_linear, width)
     elif type(module) in _CONVOLUTIONS:
         vars(twin)["forward"] = partial(_shape_alone, twin)
@@ -82,4 +83,10 @@ class LinearsOfZeros(TorchFunctionMode):
             x, weight = (args[n] if len(args) > n else kwargs[name] for n, name in enumerate(("input", "weight")))
             if weight.dim() == 2 and not any(weight.stride()):
                 return _zeros_like(x, *x.shape[:-1], weight.shape[0])
+        if func is Tensor.__setitem__ and _has_no_memory(args[0]):  # zeros are zeros, wherever a mask sets some
+            return None
         return func(*args, **kwargs)
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -136,7 +136,7 @@ def _positions(farthest: int) -> Iterator[Tensor]:
 
 def _are_angles(result: Any) -> bool:
     if isinstance(result, Tensor):
-        return result.is_complex()
+        return result.is_complex() and result.shape[:-1] in ((BATCH, LENGTH), (1, LENGTH), (LENGTH,))
     if not isinstance(result, tuple) or len(result) != 2 or not all(isinstance(x, Tensor) for x in result):
         return False
     return all(x.shape[:-1] in ((BATCH, LENGTH), (1, LENGTH), (LENGTH,)) for x in result)

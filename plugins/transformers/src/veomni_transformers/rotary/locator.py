@@ -18,6 +18,7 @@ from veomni_transformers.proving.called_functions import Caller, callers, replac
 from veomni_transformers.proving.code_read import Places, ReadsForward, code_of
 from veomni_transformers.proving.proof import Proof
 from veomni_transformers.rotary import embeddings, trace
+from veomni_transformers.rotary.arguments import kernel_for
 from veomni_transformers.rotary.proof import RotaryProofs
 
 _ROTARY_NAME = re.compile(r"apply_.*(rotary|rope)")
@@ -46,6 +47,7 @@ class RotaryFunctions(ReadsForward):
         return self._places((*code_of(model.get_submodule(site.path)), *read))
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
+        kernel = kernel_for(kernel, site.detail.get("angles", ""))
         return replaced(model.get_submodule(site.path), site.detail["function"], kernel)
 
 
@@ -68,5 +70,5 @@ def _proven(caller: Caller, positions: tuple[Any, ...], proofs: RotaryProofs) ->
 def _site(caller: Caller, rule: str, name: str, proof: Proof) -> Site:
     # The function's name decides only under which op an unproven site is listed.
     op_name = "rotary_pos_emb_vision" if "vision" in name else "rotary_pos_emb"
-    found = replace(proof, detail={"function": name})
+    found = replace(proof, detail={**proof.detail, "function": name})
     return found.site(op_name, caller.path, rule, dtype=probe.parameter_dtype(caller.module))

@@ -20,6 +20,14 @@ from veomni_transformers.proving.code_reading import read_function
 from veomni_transformers.proving.hollow_twin import BATCH, LENGTH
 from veomni_transformers.proving.matching import if_every_branch_ran
 from veomni_transformers.proving.proof import Proof, ProvenOnce
+from veomni_transformers.rotary.arguments import (
+    COMPLEX,
+    COMPLEX_PATCHES,
+    UNBATCHED,
+    as_in_contracts,
+    form_of,
+    of_contract,
+)
 from veomni_transformers.rotary.trace import Call
 
 _CONTRACTS = (*rotary_pos_emb.CONTRACTS.values(), *rotary_pos_emb_vision.CONTRACTS.values())
@@ -58,45 +66,50 @@ class RotaryProofs:
 
 
 def _try(function: Function, call: Call) -> _Tried:
+    form = form_of(call.args, call.kwargs)
+    args, kwargs = as_in_contracts(form, call.args, call.kwargs)
+    call = replace(call, args=args, kwargs=kwargs)
     contracts = [contract for contract in _CONTRACTS if _fits(contract, call)]
     if not contracts:
         return _Tried(Proof(None, f"{call.name} is called with {call.described}, which no variant takes"))
-    if not call.handed_over and contracts[0].op_name == "rotary_pos_emb":
+    # Complex numbers hold one angle for each pair, wherever they come from.
+    if not call.handed_over and not form and contracts[0].op_name == "rotary_pos_emb":
         why_not = "no rotary embedding near it could be run to see its cos and sin"
         return _Tried(Proof(None, f"{call.name}: {why_not}", examined=False))
     inputs = _random_like(call, AngleLayout.UNRELATED)
     with probe.own_numbers():
-        _, error = probe.attempt(lambda: function(*inputs, **call.kwargs))
+        _, error = probe.attempt(lambda: of_contract(function, form)(*inputs, **call.kwargs))
     if error:
         return _Tried(Proof(None, f"{call.name}: {error}", examined=False), runs=False)
-    return _Tried(_prove(function, call, contracts))
+    proof = _prove(function, form, call, contracts)
+    return _Tried(replace(proof, detail={"angles": form}) if form else proof)
 
 
-def _prove(function: Function, call: Call, contracts: Sequence[Contract]) -> Proof:
+def _prove(function: Function, form: str, call: Call, contracts: Sequence[Contract]) -> Proof:
     """The proof of the first of ``contracts`` that the function fulfils. ``call`` is known to run without an error."""
     reading = read_function(function)
     if reading.doubts:
         return Proof(None, reading.doubts[0])
     tried = []
     # First with cos and sin of no layout, to see which entries the function reads; then with those of the model.
-    for layout in (AngleLayout.UNRELATED, *_repeating(call)):
+    for layout in (AngleLayout.UNRELATED, *_repeating(call, form)):
         for contract in contracts:
             branches = Branches(reading.codes, frozenset(), inspect.unwrap(function), is_helper=True)  # type: ignore[arg-type]
-            watched = partial(branches.run_call, function)
-            variations = ((form, _random_like(form, layout, scale)) for form, scale in _variations(call))
+            watched = partial(branches.run_call, of_contract(function, form))
+            variations = ((each, _random_like(each, layout, scale)) for each, scale in _variations(call, form))
             why_not = next(filter(None, (_mismatch(watched, contract, *each) for each in variations)), "")
             if not why_not:
-                proof = _with_angles(function, contract, call, layout)
+                proof = _with_angles(watched, contract, call, layout, form)
                 return if_every_branch_ran(proof, f"{call.name} is {contract.variant}", branches)
             tried.append(f"not {contract.variant}: {why_not}")
     return Proof(None, f"{call.name} is {'; '.join(tried[: len(contracts)])}")
 
 
-def _variations(call: Call) -> Iterator[tuple[Call, float]]:
+def _variations(call: Call, form: str) -> Iterator[tuple[Call, float]]:
     """``(call, scale)``: the call itself, large values, a batch of one, one position, and 70 positions."""
     yield call, 1.0
     yield call, 1e4
-    for batch, length in ((1, LENGTH), (BATCH, 1), (1, 70)):
+    for batch, length in ((1, LENGTH), *([] if form == UNBATCHED else [(BATCH, 1)]), (1, 70)):
         if all(LENGTH in value.shape for value in call.args if isinstance(value, Tensor)):
             args = tuple(_resized(value, batch, length) for value in call.args)
             yield replace(call, args=args), 1.0
@@ -111,12 +124,14 @@ def _resized(value: Any, batch: int, length: int) -> Any:
     return torch.zeros([length if size == LENGTH else size for size in shape], dtype=value.dtype)
 
 
-def _repeating(call: Call) -> tuple[AngleLayout, ...]:
+def _repeating(call: Call, form: str) -> tuple[AngleLayout, ...]:
     """The layouts in which the model's ``cos`` and ``sin`` repeat entries.
 
     Functions that read different copies of an entry give the same there: DeepSeek-V3's reads both halves up to
     transformers 5.16, and one half since.
     """
+    if form in (COMPLEX, COMPLEX_PATCHES):
+        return (AngleLayout.NEIGHBOURS,)
     layouts = (AngleLayout.HALVES, AngleLayout.NEIGHBOURS) if call.handed_over else ()
     return tuple(layout for layout in layouts if all(layout.holds(angles) for angles in call.angles))
 
@@ -176,11 +191,13 @@ def _mismatch_in_bfloat16(function: Function, contract: Contract, call: Call, wi
     return ""
 
 
-def _with_angles(function: Function, contract: Contract, call: Call, probed: AngleLayout) -> Proof:
+def _with_angles(function: Function, contract: Contract, call: Call, probed: AngleLayout, form: str) -> Proof:
     """The proof of ``contract``, if the model's ``cos`` and ``sin`` have its layout; it was matched on ``probed``."""
     layout = rotary_pos_emb.LAYOUTS.get(contract.variant, AngleLayout.UNRELATED)
     problem = ""
-    if not call.handed_over:
+    if form in (COMPLEX, COMPLEX_PATCHES):
+        layout = AngleLayout.NEIGHBOURS
+    elif not call.handed_over:
         problem = _doubt(function, call)
     elif not all(layout.holds(angles) for angles in call.angles):
         problem = f"its cos and sin don't have {layout.value}"

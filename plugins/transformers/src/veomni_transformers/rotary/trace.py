@@ -16,6 +16,7 @@ from veomni_transformers.proving.functions import with_globals
 from veomni_transformers.proving.hollow_twin import BATCH, LENGTH, ZERO, LinearsOfZeros, hollow_twin
 
 _WIDTH = 16  # of hidden states where no config says how wide they are
+_OF_ANGLES = "freqs"
 Function = Callable[..., Any]
 
 
@@ -85,8 +86,10 @@ def _recorder(name: str, seen: list[Call]) -> Function:
     def record(*args: Any, **kwargs: Any) -> Any:
         if not args or not isinstance(args[0], Tensor) or any(isinstance(value, str) for value in args):
             raise TypeError(f"{name} is given {', '.join(map(_kind, args)) or 'nothing by position'}")
-        seen.append(Call(name, args, kwargs))
-        return args[:2] if len(args) > 3 else args[0]  # a rotation keeps shapes
+        args = (*args, *(value for key, value in kwargs.items() if _OF_ANGLES in key))  # Llama 4's vision names them
+        seen.append(Call(name, args, {key: value for key, value in kwargs.items() if _OF_ANGLES not in key}))
+        both = len(args) > 3 or not isinstance(args[1], Tensor) or args[1].dim() == args[0].dim()
+        return args[:2] if both else args[0]  # a rotation keeps shapes
 
     return record
 
@@ -94,7 +97,10 @@ def _recorder(name: str, seen: list[Call]) -> Function:
 def _with_stand_ins(call: Call) -> Call:
     """``call`` with placeholders ``[B, S, D]`` for ``cos`` and ``sin``, as wide as the queries ``[B, S, H, D]``."""
     args = call.args
-    if len(args) == 4:
+    if len(args) == 3 and args[2] is None and args[0].dim() == 4:  # it may take complex angles of patches
+        _, length, _, width = args[0].shape
+        args = (*args[:2], torch.zeros(length, width // 2, dtype=torch.complex64))
+    elif len(args) == 4:
         angles = torch.zeros(*args[0].shape[:-2], args[0].shape[-1])
         args = (*args[:2], angles, angles)
     return Call(call.name, args, call.kwargs, handed_over=False)
