@@ -85,13 +85,7 @@ def fit(text: str, width: int | None = None) -> str:
 
 
 def _column_widths(cells: Sequence[Sequence[str]], words: Sequence[int], room: int) -> list[int]:
-    """How wide each column is, together at most ``room``. The widest are narrowed, but not below their longest word.
-
-    Args:
-        cells: the cells of each column.
-        words: the length of each column's longest word.
-        room: the sum that the widths may have; at least that of ``words``.
-    """
+    """How wide each column is, ``room`` in all at most. The widest are narrowed, none below its longest word."""
     lines = [max(_width(line) for cell in column for line in cell.splitlines() or [""]) for column in cells]
     level = max(lines)
     while True:

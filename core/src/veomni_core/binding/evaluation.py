@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.errors import BindingError
@@ -28,7 +28,9 @@ def loaded(spec: KernelSpec) -> Callable[..., Any]:
 def _without_gradients(kernel: Callable[..., Any], spec: KernelSpec) -> Callable[..., Any]:
     @wraps(kernel)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and any(each.requires_grad for each in _tensors((*args, *kwargs.values()))):
+        if torch.is_grad_enabled() and any(
+            getattr(each, "requires_grad", False) for each in tree_leaves((args, kwargs))
+        ):
             raise BindingError(
                 f"{spec} has no backward and was bound for evaluation: call the model under torch.no_grad() or "
                 "torch.inference_mode(). To train, undo() the binding and bind with training=True"
@@ -36,11 +38,3 @@ def _without_gradients(kernel: Callable[..., Any], spec: KernelSpec) -> Callable
         return kernel(*args, **kwargs)
 
     return evaluated
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)

@@ -93,10 +93,7 @@ def bound_subclass(
 
 
 def _making(bound: Any, eager: type[nn.Module]) -> Callable[..., Any]:
-    """The ``__new__`` by which calling the class, as in ``type(model)(config)``, makes a module that isn't bound.
-
-    Copies and replicas are made by ``__new__`` without arguments, and stay bound.
-    """
+    """The ``__new__`` by which ``type(model)(config)`` makes a module that isn't bound; copies pass no arguments."""
 
     def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if (args or kwargs) and cls is bound:
