@@ -20,10 +20,9 @@ _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}  # ar
 
 
 def terminal_width() -> int | None:
-    """The width that output must keep to: ``COLUMNS``, or that of the terminal which standard output goes to.
+    """The columns that output must keep to: ``COLUMNS``, or those of the terminal that standard output goes to.
 
-    Returns:
-        The columns; ``None`` if standard output goes to a pipe, a file or a log, where lines may be of any length.
+    ``None`` if it goes to a pipe, a file or a log, where lines may be of any length.
     """
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns):
