@@ -200,18 +200,24 @@ def build_foundation_model(
     return model
 
 
-def load_as_trained(path: Path, trust_remote_code: bool = False, config: ConfigSource | None = None) -> PreTrainedModel:
+def load_as_trained(
+    path: Path,
+    trust_remote_code: bool = False,
+    config: ConfigSource | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> PreTrainedModel:
     """The unbound model in a folder of weights, in their dtype on the CPU, of the class that would be trained.
 
-    With a ``config`` of its own the model has a new head, if the weights' is another one.
+    With a ``config`` of its own the model has a new head, if the weights' is another one. With ``tensors``, under the
+    names of a checkpoint, it has these in place of the folder's.
 
     Raises:
         CheckpointError: the weights are missing, damaged, or not all that the model has.
     """
     check_weights(path)
     model_class, read = class_and_config(load_model_config(config or str(path), trust_remote_code=trust_remote_code))
-    device = torch.device("cpu")
-    return _load_weights(model_class, read, path, "auto", device, trust_remote_code, {}, config is not None)  # type: ignore[no-any-return]
+    device, given = torch.device("cpu"), {"state_dict": None if tensors is None else {**tensors}}
+    return _load_weights(model_class, read, path, "auto", device, trust_remote_code, given, config is not None)  # type: ignore[no-any-return]
 
 
 def build_skeleton(
@@ -355,7 +361,7 @@ def _load_weights(
         options["generation_config"] = GenerationConfig.from_model_config(config)
     try:
         model, info = model_class.from_pretrained(
-            path,
+            None if "state_dict" in options else path,
             config=config,
             dtype=dtype,
             output_loading_info=True,
