@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from veomni_core.descriptions.kernel_spec import KernelSpec
     from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
     from veomni_core.descriptions.slot import OpSlot
-    from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, JobConditions, ModelRule, ModelViewSpec, SiteRule
+    from veomni_core.descriptions.spec import (
+        CommandSpec,
+        DeviceSpec,
+        JobConditions,
+        ModelRule,
+        ModelSpec,
+        ModelViewSpec,
+        SiteRule,
+    )
     from veomni_core.descriptions.suspicion import Suspicion
     from veomni_core.discovery.discover import discover
     from veomni_core.discovery.registry import PluginRecord, Registry
@@ -42,6 +50,7 @@ _HOME = {
     "KernelOption": "descriptions.kernel_option",
     "KernelSpec": "descriptions.kernel_spec",
     "ModelRule": "descriptions.spec",
+    "ModelSpec": "descriptions.spec",
     "ModelViewSpec": "descriptions.spec",
     "OpSlot": "descriptions.slot",
     "OpSpec": "descriptions.op_spec",
@@ -83,6 +92,7 @@ __all__ = [
     "KernelOption",
     "KernelSpec",
     "ModelRule",
+    "ModelSpec",
     "ModelViewSpec",
     "OpSlot",
     "OpSpec",

@@ -315,7 +315,11 @@ def test_weights_without_a_config_take_one(folder, tmp_path, capsys):
 
 
 def test_integers_and_single_values_are_copied_as_they_are(folder, tmp_path):
-    odd = {"model.count": torch.tensor(7), "model.flags": torch.tensor([True, False, True]), "model.none": torch.ones(0)}
+    odd = {
+        "model.count": torch.tensor(7),
+        "model.flags": torch.tensor([True, False, True]),
+        "model.none": torch.ones(0),
+    }
     rewrite(folder, **odd)
     convert(str(folder), tmp_path / "b", layout="fused", shard_size="100KB")
     there = tensors_in(tmp_path / "b")

@@ -8,12 +8,12 @@ import pluggy
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
-from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, ModelRule, ModelViewSpec, SiteRule
+from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, ModelRule, ModelSpec, ModelViewSpec, SiteRule
 
 PROJECT = "veomni"
 ENTRY_POINT_GROUP = "veomni.plugins"
 DEFINITIONS_GROUP = "veomni.definitions"  # plugins without kernels: VEOMNI_PLUGINS chooses among kernels, not these
-PLUGIN_API_VERSIONS = range(1, 2)  # those that this core supports
+PLUGIN_API_VERSIONS = range(1, 3)  # those that this core supports
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -55,6 +55,11 @@ def veomni_model_views() -> Iterable[ModelViewSpec]:  # type: ignore[empty-body]
 
 
 @hookspec
+def veomni_models() -> Iterable[ModelSpec]:  # type: ignore[empty-body]
+    """Models that transformers does not have, and converters of checkpoints. Since version 2."""
+
+
+@hookspec
 def veomni_commands() -> Iterable[CommandSpec]:  # type: ignore[empty-body]
     """Subcommands for the ``veomni`` command line."""
 
@@ -68,5 +73,6 @@ DESCRIPTIONS: dict[str, type] = {
     "veomni_sites": SiteRule,
     "veomni_model_rules": ModelRule,
     "veomni_model_views": ModelViewSpec,
+    "veomni_models": ModelSpec,
     "veomni_commands": CommandSpec,
 }

@@ -1,4 +1,4 @@
-"""What plugins hand to the core besides ops and kernels: devices, site rules and commands. Does not import torch."""
+"""What plugins hand to the core besides ops and kernels: devices, rules, models and commands. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from veomni_core.descriptions.field_types import (
     require_text,
 )
 from veomni_core.descriptions.hardware import Hardware
+from veomni_core.errors import SpecError
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,49 @@ class ModelViewSpec:
         require_name(owner, "name", self.name)
         require_reference(owner, "view", self.view)
         require_integer(owner, "order", self.order)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model type that a library of models does not have, or how its checkpoints are read.
+
+    Args:
+        model_type: as ``config.json`` names it.
+        config: ``"module:attribute"`` of the config's class.
+        model: the same of the model's class. Both are empty where the library has the type, and only its checkpoints
+            need the ``converter``.
+        tokenizer: the same of the tokenizer's class, if the library can't find it.
+        processor: the same of the processor's class.
+        parallel_plan: the same of a mapping ``{"tp": {path: style}, "ep": {path: style}}``, for several ranks.
+        converter: the same of a function that takes the model, which may be on the meta device, and returns a converter
+            of stored tensors (``can_handle``, ``convert``, ``finalize``).
+
+    Example:
+        >>> spec = ModelSpec("acme", config="acme.config:AcmeConfig", model="acme.modeling:AcmeForCausalLM")
+        >>> spec.model_type
+        'acme'
+        >>> ModelSpec("acme", config="acme.config:AcmeConfig")
+        Traceback (most recent call last):
+            ...
+        veomni_core.errors.SpecError: ModelSpec 'acme': config and model are given together, or neither with a converter
+    """
+
+    model_type: str
+    config: str = ""
+    model: str = ""
+    tokenizer: str = ""
+    processor: str = ""
+    parallel_plan: str = ""
+    converter: str = ""
+
+    def __post_init__(self) -> None:
+        owner = f"ModelSpec {self.model_type!r}"
+        require_name(owner, "model_type", self.model_type)
+        for name in ("config", "model", "tokenizer", "processor", "parallel_plan", "converter"):
+            if getattr(self, name) != "":
+                require_reference(owner, name, getattr(self, name))
+        if bool(self.config) != bool(self.model) or not (self.model or self.converter):
+            raise SpecError(f"{owner}: config and model are given together, or neither with a converter")
 
 
 @dataclass(frozen=True)

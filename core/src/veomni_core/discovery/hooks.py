@@ -21,6 +21,7 @@ _FIELDS = {
     "veomni_sites": "site_rules",
     "veomni_model_rules": "model_rules",
     "veomni_model_views": "model_views",
+    "veomni_models": "models",
     "veomni_commands": "commands",
 }
 

@@ -12,7 +12,7 @@ from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
 from veomni_core.descriptions.references import load_attribute
-from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, ModelRule, ModelViewSpec, SiteRule
+from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, ModelRule, ModelSpec, ModelViewSpec, SiteRule
 from veomni_core.discovery.detection import detect
 from veomni_core.errors import HostError, KernelUnavailableError, UnknownNameError, did_you_mean
 
@@ -49,7 +49,7 @@ class PluginRecord:
         problem: why it failed, or what blocks it.
         traceback: the traceback of a plugin that raised.
         seconds: how long it took to load.
-        ops, variants, devices, site_rules, model_rules, model_views, commands: what its hooks returned.
+        ops, variants, devices, site_rules, model_rules, model_views, models, commands: what its hooks returned.
         defines: whether it is in the entry-point group ``veomni.definitions``: it has no kernels, ``VEOMNI_PLUGINS``
             does not leave it out, and a rule of it that fails is an error.
         kernels: the kernels whose op and variant are known.
@@ -78,6 +78,7 @@ class PluginRecord:
     site_rules: tuple[SiteRule, ...] = ()
     model_rules: tuple[ModelRule, ...] = ()
     model_views: tuple[ModelViewSpec, ...] = ()
+    models: tuple[ModelSpec, ...] = ()
     commands: tuple[CommandSpec, ...] = ()
     defines: bool = False
 
@@ -110,7 +111,7 @@ class Registry:
 
     Attributes:
         plugins: a record of every installed plugin, also of those that failed or are blocked.
-        ops, devices, commands: what the loaded plugins describe, by name.
+        ops, devices, models, commands: what the loaded plugins describe, by name.
         site_rules, model_rules, model_views: each in the order in which they are used.
         conflicts: by op, variant and name, the plugins of each kernel that several describe. It is not registered.
 
@@ -130,6 +131,7 @@ class Registry:
     model_rules: tuple[ModelRule, ...] = ()
     model_views: tuple[ModelViewSpec, ...] = ()
     devices: Mapping[str, DeviceSpec] = field(default_factory=lambda: MappingProxyType({}))
+    models: Mapping[str, ModelSpec] = field(default_factory=lambda: MappingProxyType({}))
     commands: Mapping[str, CommandSpec] = field(default_factory=lambda: MappingProxyType({}))
     conflicts: Mapping[tuple[str, str, str], tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     _kernels: Mapping[str, tuple[KernelSpec, ...]] = field(default_factory=lambda: MappingProxyType({}))
@@ -340,6 +342,7 @@ def build_registry(
         model_rules=_ordered(record.model_rules for record in healthy),
         model_views=_ordered(record.model_views for record in healthy),
         devices=MappingProxyType({device.device_type: device for record in healthy for device in record.devices}),
+        models=MappingProxyType({model.model_type: model for record in healthy for model in record.models}),
         commands=MappingProxyType({command.name: command for record in healthy for command in record.commands}),
         conflicts=MappingProxyType(dict(conflicts)),
         _kernels=MappingProxyType({op: tuple(specs) for op, specs in by_op.items()}),

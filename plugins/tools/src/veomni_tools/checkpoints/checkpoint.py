@@ -179,7 +179,9 @@ class Checkpoint:
         shape = tensors[stored.whole].shape
         fit = [each for each in (Layout.FUSED, Layout.FUSED_TRANSPOSED) if parameter.stored_shape(each) == shape]
         if not fit:
-            wanted = " or ".join(_shown(parameter.stored_shape(each)) for each in (Layout.FUSED, Layout.FUSED_TRANSPOSED))
+            wanted = " or ".join(
+                _shown(parameter.stored_shape(each)) for each in (Layout.FUSED, Layout.FUSED_TRANSPOSED)
+            )
             self.misshapen.append(f"{stored.whole} {_shown(shape)} (the model: {wanted})")
             return parameter.own_layout
         if len(shape) == 2:  # biases of all experts have one form
@@ -228,7 +230,9 @@ class _Renames:
 
     def keeps_values(self, pattern: str | None) -> bool:
         """Whether the conversion that ``pattern`` belongs to does nothing, or transposes by shape."""
-        return pattern is None or all(getattr(each, "check_dims", False) for each in self._by_pattern[pattern].operations)
+        return pattern is None or all(
+            getattr(each, "check_dims", False) for each in self._by_pattern[pattern].operations
+        )
 
     def targets(self, place: str) -> list[str]:
         """All parameters that the conversion of a tensor produces, of which ``place`` names the first."""

@@ -71,9 +71,7 @@ def write_folder(
     return written
 
 
-def _fill(
-    staging: Path, plan: str, shards: dict[str, list[Output]], layout: str, beside: Sequence[Path]
-) -> int:
+def _fill(staging: Path, plan: str, shards: dict[str, list[Output]], layout: str, beside: Sequence[Path]) -> int:
     note = staging / _PLAN
     if not note.is_file() or note.read_text(encoding="utf-8") != plan:
         for path in staging.iterdir():

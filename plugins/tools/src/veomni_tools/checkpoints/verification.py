@@ -77,9 +77,7 @@ def _by_place(checkpoint: Checkpoint) -> dict[str, list[str]]:
     return {place: names for place, names in places.items() if not (place in tied and tied[place] in places)}
 
 
-def _of_pair(
-    place: str, first: Checkpoint, mine: list[str], second: Checkpoint, yours: list[str]
-) -> Iterator[str]:
+def _of_pair(place: str, first: Checkpoint, mine: list[str], second: Checkpoint, yours: list[str]) -> Iterator[str]:
     if len(mine) != len(yours):
         yield f"{place} is stored as {len(mine)} tensors in the first, as {len(yours)} in the second"
         return

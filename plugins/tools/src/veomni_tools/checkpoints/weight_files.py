@@ -163,7 +163,9 @@ def _index(folder: Path) -> Mapping[str, str] | None:
 
 
 def _named(folder: Path, index: Mapping[str, str] | None) -> list[Path]:
-    return sorted(folder.glob("*.safetensors")) if index is None else [folder / name for name in sorted({*index.values()})]
+    return (
+        sorted(folder.glob("*.safetensors")) if index is None else [folder / name for name in sorted({*index.values()})]
+    )
 
 
 def _compare(folder: Path, index: Mapping[str, str] | None, tensors: Mapping[str, StoredTensor]) -> None:

@@ -16,7 +16,8 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _LAYOUTS = ("per_expert", "fused", "fused_transposed")
 
 Config = Annotated[
-    Path | None, typer.Option("--config", help="The model's config.json, or a folder with one; by default the folder's.")
+    Path | None,
+    typer.Option("--config", help="The model's config.json, or a folder with one; by default the folder's."),
 ]
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run; read it first.")
@@ -87,7 +88,9 @@ def convert(
     read = _checkpoint(source, config, trust_remote_code, square)
     read.refuse_quantized("convert")
     if not read.parameters:
-        raise ConfigError(f"{type(read.model).__name__} has no experts, so there is one layout of it: there is nothing to do")
+        raise ConfigError(
+            f"{type(read.model).__name__} has no experts, so there is one layout of it: there is nothing to do"
+        )
     read.refuse_incomplete_experts()
     if {*read.layouts.values()} == {wanted}:
         raise ConfigError(f"{source} is stored as {layout} already: there is nothing to do")
@@ -98,14 +101,25 @@ def convert(
         beside["config.json"] = config / "config.json" if config.is_dir() else config
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in read.files.files]
     written = write_folder(
-        target, converted(read, wanted), size, layout, [*beside.values()], json_text.dumps([str(folder.resolve()), stats])
+        target,
+        converted(read, wanted),
+        size,
+        layout,
+        [*beside.values()],
+        json_text.dumps([str(folder.resolve()), stats]),
     )
     print(fit(f"{target}: {written} files written, experts {layout}, {read.files.nbytes:,} bytes"))
     if read.missing or read.extra:
-        print(fit(f"as in {source}: {len(read.missing)} keys missing, {len(read.extra)} extra (veomni checkpoint inspect)"))
+        print(
+            fit(
+                f"as in {source}: {len(read.missing)} keys missing, {len(read.extra)} extra (veomni checkpoint inspect)"
+            )
+        )
     if wanted not in (reads := readable(read)):
         others = " or ".join(reads)
-        print(fit(f"from_pretrained does not read {type(read.model).__name__} in this layout, but {others or 'no other'}"))
+        print(
+            fit(f"from_pretrained does not read {type(read.model).__name__} in this layout, but {others or 'no other'}")
+        )
 
 
 @checkpoint.command()
