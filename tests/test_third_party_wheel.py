@@ -1,4 +1,4 @@
-"""Distributions that bring a new op, and a model: installed by pip where nothing but wheels is, used from YAML alone."""
+"""Distributions that bring an op and a model: installed by pip where nothing but wheels is, and used from YAML."""
 
 from __future__ import annotations
 

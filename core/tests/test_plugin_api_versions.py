@@ -78,9 +78,10 @@ def test_a_plugin_for_a_newer_version_is_refused_and_the_others_load(
     install: Installer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = install("newer-plugin", "VEOMNI_PLUGIN_API_VERSION = 3")
-    said = f"{module} has plugin API version 3; this core supports versions 1 to 2. Upgrade veomni-core, or install an older "
+    said = f"{module} has plugin API version 3; this core supports versions 1 to 2. Upgrade veomni-core, or install an "
+    said += "older version of the plugin"
     registry = discover({})
-    assert registry.plugin("newer-plugin").problem == f"{said}version of the plugin"
+    assert registry.plugin("newer-plugin").problem == said
     assert registry.plugin("veomni-torch").healthy
     with pytest.raises(PluginLoadError, match="has plugin API version 3"):
         discover({"VEOMNI_PLUGINS_STRICT": "1"})

@@ -43,8 +43,15 @@ def _verbs() -> Iterator[str]:
 
 def _verb(spec: CommandSpec, distribution: str) -> Iterator[str]:
     found = command(spec)
+    for name, each in getattr(found, "commands", {}).items():
+        yield from _section(f"{spec.name} {name}", each, distribution)
+    if not hasattr(found, "commands"):
+        yield from _section(spec.name, found, distribution)
+
+
+def _section(name: str, found: Any, distribution: str) -> Iterator[str]:
     shown = [parameter for parameter in found.params if not getattr(parameter, "hidden", False)]
-    yield f"## `veomni {spec.name}`\n"
+    yield f"## `veomni {name}`\n"
     yield f"From {distribution}. {prose(found.callback)}\n"
     if shown:
         rows = [(f"`{_written(each)}`", _default(each), each.help or "") for each in shown]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 
@@ -229,10 +230,8 @@ def test_quantized_weights_are_refused_by_name(folder, wrong, method, tmp_path, 
         convert(str(folder), tmp_path / "b", layout="fused")
     with pytest.raises(ConfigError, match=f"quantized by {method}"):
         verify(str(folder), str(folder))
-    try:
+    with contextlib.suppress(typer.Exit):
         inspect(str(folder), json=True)
-    except typer.Exit:
-        pass
     assert json.loads(capsys.readouterr().out)["quantization"] == method
 
 

@@ -173,7 +173,8 @@ class ModelSpec:
         >>> ModelSpec("acme", config="acme.config:AcmeConfig")
         Traceback (most recent call last):
             ...
-        veomni_core.errors.SpecError: ModelSpec 'acme': config and model are given together, or neither with a converter
+        veomni_core.errors.SpecError: ModelSpec 'acme': config and model are given together, or neither with a
+        converter
     """
 
     model_type: str

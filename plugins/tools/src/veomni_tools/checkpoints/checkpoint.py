@@ -18,6 +18,8 @@ from veomni_tools.checkpoints.weight_files import WeightFiles
 from veomni_transformers.build import build_skeleton
 from veomni_transformers.jobs.model_config import load_model_config
 
+_COPIES = ("Force16BytesAlignment",)  # of older versions of transformers
+
 
 @dataclass
 class StoredExperts:
@@ -179,10 +181,10 @@ class Checkpoint:
         shape = tensors[stored.whole].shape
         fit = [each for each in (Layout.FUSED, Layout.FUSED_TRANSPOSED) if parameter.stored_shape(each) == shape]
         if not fit:
-            wanted = " or ".join(
+            either = " or ".join(
                 _shown(parameter.stored_shape(each)) for each in (Layout.FUSED, Layout.FUSED_TRANSPOSED)
             )
-            self.misshapen.append(f"{stored.whole} {_shown(shape)} (the model: {wanted})")
+            self.misshapen.append(f"{stored.whole} {_shown(shape)} (the model: {either})")
             return parameter.own_layout
         if len(shape) == 2:  # biases of all experts have one form
             return parameter.own_layout
@@ -194,9 +196,9 @@ class Checkpoint:
         if mark in (Layout.FUSED, Layout.FUSED_TRANSPOSED):
             return Layout(mark)
         for other in self.experts.values():
-            if other.parameter.module == stored.parameter.module and len(other.parameter.shape) == 3:
-                if other.whole and not other.parameter.is_square:
-                    return other.layout
+            is_beside = other.parameter.module == stored.parameter.module and len(other.parameter.shape) == 3
+            if is_beside and other.whole and not other.parameter.is_square:
+                return other.layout
         return square
 
     def _missing(self) -> Iterator[str]:
@@ -215,7 +217,7 @@ class Checkpoint:
 class _Renames:
     """Stored names to the model's, by transformers' own conversion of this model."""
 
-    def __init__(self, model: Any, shapes: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, shapes: dict[str, Any]) -> None:
         mapping = get_model_conversion_mapping(model)
         self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
@@ -230,9 +232,8 @@ class _Renames:
 
     def keeps_values(self, pattern: str | None) -> bool:
         """Whether the conversion that ``pattern`` belongs to does nothing, or transposes by shape."""
-        return pattern is None or all(
-            getattr(each, "check_dims", False) for each in self._by_pattern[pattern].operations
-        )
+        done = () if pattern is None else self._by_pattern[pattern].operations
+        return all(getattr(each, "check_dims", False) or type(each).__name__ in _COPIES for each in done)
 
     def targets(self, place: str) -> list[str]:
         """All parameters that the conversion of a tensor produces, of which ``place`` names the first."""

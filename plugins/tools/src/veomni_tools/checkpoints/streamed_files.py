@@ -107,7 +107,7 @@ def _write_file(path: Path, outputs: Sequence[Output], layout: str) -> None:
         stream.write(text)
         for each in outputs:
             for part in each.parts():
-                stream.write(part.contiguous().reshape(-1).view(torch.uint8).numpy())
+                stream.write(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(path)

@@ -14,7 +14,6 @@ from veomni_core.errors import CheckpointError
 from veomni_tools.checkpoints.checkpoint import Checkpoint
 from veomni_tools.checkpoints.conversion import canonical, converted, copied
 from veomni_tools.checkpoints.report import readable
-from veomni_tools.checkpoints.experts import Layout
 from veomni_transformers.build import load_as_trained
 
 _TOKENS = 16
@@ -23,7 +22,7 @@ _TOKENS = 16
 def differences(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
     """Each weight that one of them lacks, or that differs in dtype, shape or bits, in a sentence.
 
-    Experts are compared one by one, in one layout. Of the others, a tensor is compared with that for the same parameter.
+    Experts are compared one by one, in one layout, and each other tensor with that for the same parameter.
 
     Raises:
         CheckpointError: experts are missing, or their layout is not known.

@@ -153,7 +153,7 @@ def verify(
     if not fits_in_memory(both[0]):
         print(fit("the forward is not compared: the model does not fit into the memory that is free"))
         return
-    print(fit(compare_forward(*both, trust_remote_code)))
+    print(fit(compare_forward(both[0], both[1], trust_remote_code)))
 
 
 def _checkpoint(path: str, config: Path | None, trust: bool, square: str | None) -> Any:
