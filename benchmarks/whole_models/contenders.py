@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 import transformers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     PreTrainedModel,
@@ -58,6 +59,11 @@ MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     # Three layers of linear attention, and one of full attention.
     "qwen3-next": lambda: Qwen3NextConfig(num_hidden_layers=4, output_router_logits=True),
     "qwen3.5": lambda: Qwen3_5TextConfig(num_hidden_layers=4),
+    # The widths of transformers' default configs, and some of the layers.
+    "smollm3": lambda: AutoConfig.for_model("smollm3", num_hidden_layers=8),
+    "olmoe": lambda: AutoConfig.for_model("olmoe", num_hidden_layers=6),
+    "minimax-m2": lambda: AutoConfig.for_model("minimax_m2", num_hidden_layers=3),
+    "exaone4": lambda: AutoConfig.for_model("exaone4", num_hidden_layers=12),
 }
 THEIRS = "transformers"
 AS_A_GRAPH = ", as a CUDA graph"  # at the end of a contender's name

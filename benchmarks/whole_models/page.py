@@ -53,7 +53,7 @@ def rows(data: dict[str, Any]) -> Iterator[tuple[str, ...]]:
                 "-" if this["peak GB"] is None else f"{this['peak GB']:.1f}",
                 f"{theirs['ms'] / this['ms']:.2f}x",
                 "-" if this["peak GB"] is None else f"{this['peak GB'] / theirs['peak GB']:.2f}x",
-                f"{largest_difference(found['losses'], baseline['losses']):.2g}",
+                f"{largest_difference(found['losses'], baseline['losses']):.2g}" if "losses" in found else "-",
             )
 
 

@@ -5,8 +5,8 @@
     python benchmarks/whole_models/train_step.py qwen3-next --name train_step_qwen3_next_h200 --batches 2x4096 1x16384 \
         --only transformers "preset: auto"
 
-A Llama of the 1B shape, a Qwen3-0.6B, or a Qwen3-MoE, a Qwen3-Next or a Qwen3.5 of the released model's widths with 4
-of its layers; random bf16 weights, and by default 16384 tokens as 4 sequences of 4096 and as one of 16384. Each
+A Llama of the 1B shape, a Qwen3-0.6B, or models of real widths with some of their layers (``contenders.py``); random
+bf16 weights, and by default 16384 tokens as 4 sequences of 4096 and as one of 16384. Each
 contender runs in a process of its own, since Liger's patch and ``torch.compile`` change the whole process. One more
 step is profiled: how long the GPU spends in matrix products, attention and all else. Then the same process trains 50
 steps on Python's own sources, from weights drawn with one seed, and the losses are compared. Writes
@@ -107,8 +107,8 @@ def losses(model: PreTrainedModel, run: Step) -> list[float]:
     return [float(loss) for loss in found]
 
 
-def measure(model_name: str, contender: str, batches: list[str]) -> dict[str, Any]:
-    """Everything that is said of one contender, in this process."""
+def measure(model_name: str, contender: str, batches: list[str], trains: bool) -> dict[str, Any]:
+    """Everything that is said of one contender, in this process; without ``trains`` no losses."""
     transformers.logging.set_verbosity_error()
     model = build(model_name)
     CONTENDERS[contender](model)
@@ -116,15 +116,18 @@ def measure(model_name: str, contender: str, batches: list[str]) -> dict[str, An
     times = {batch: timed(run, token_ids(model, batch)) for batch in batches}
     ids = token_ids(model, batches[0])
     kernels = by_kind(kernel_times(lambda: run(ids)))
+    if not trains:
+        return {"batches": times, "kernels ms": kernels}
     model.zero_grad(set_to_none=True)
     gc.collect()
     torch.cuda.empty_cache()
     return {"batches": times, "kernels ms": kernels, "losses": losses(model, run)}
 
 
-def measure_in_a_process(model: str, contender: str, batches: list[str], limit: int) -> dict[str, Any]:
+def measure_in_a_process(model: str, contender: str, batches: list[str], limit: int, trains: bool) -> dict[str, Any]:
     """:func:`measure` in a process of its own; what went wrong instead, where something did."""
     command = [sys.executable, __file__, model, "--once", contender, "--batches", *batches]
+    command += [] if trains else ["--without-losses"]
     try:
         result = subprocess.run(command, stdout=subprocess.PIPE, timeout=limit)
     except subprocess.TimeoutExpired:
@@ -143,17 +146,20 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", default=list(BATCHES), metavar="SEQUENCESxLENGTH")
     parser.add_argument("--limit", type=int, default=400, help="seconds for one contender")
     parser.add_argument("--name", default="train_step")
+    parser.add_argument("--without-losses", action="store_true", help="leave out the 50 steps on real text")
     parser.add_argument("--picture", action="store_true", help="also draw the losses")
     parser.add_argument("--once", metavar="CONTENDER", help="print one's figures as JSON")
     options = parser.parse_args()
     if options.once:
-        print(json.dumps(measure(options.model, options.once, options.batches)))
+        print(json.dumps(measure(options.model, options.once, options.batches, not options.without_losses)))
         return
     contenders: dict[str, Any] = {}
     for contender in options.only or contenders_of(options.model, options.skip):
         # Compiling takes a minute per length, so it is done for the first alone.
         batches = options.batches[:1] if contender.endswith("compiled") else options.batches
-        found = contenders[contender] = measure_in_a_process(options.model, contender, batches, options.limit)
+        found = contenders[contender] = measure_in_a_process(
+            options.model, contender, batches, options.limit, not options.without_losses
+        )
         print(f"{contender}: { {key: value for key, value in found.items() if key != 'losses'} }", flush=True)
         write(options.name, {"machine": machine(), "model": options.model, "contenders": contenders}, __file__)
     if options.picture:

@@ -74,6 +74,7 @@ def row(job: Path, setting: str, runs: dict[str, dict[str, Any]]) -> tuple[str, 
         setting,
         f"{this['tokens_per_second']:,.0f}",
         f"{1e3 * this['step_seconds']:.0f} ms",
+        f"{this['tflops']:.0f} ({this['mfu']:.0%})" if "mfu" in this else "-",
         f"{this['peak_memory_bytes'] / 2**30:.1f} GiB",
         f"{this['losses'][-1]:.3f}",
         f"{difference:.2g}",
@@ -116,7 +117,8 @@ def main() -> None:
             if options.changes:
                 notes.append(f"`{job.stem}` was run with `{'`, `'.join(options.changes)}`.")
             notes.append(receipt_text(job, runs[AUTO.name]["receipt"]))
-    columns = ("job", "kernels", "tokens/s", "step", "peak memory", "last loss", "largest loss difference")
+    columns = ("job", "kernels", "tokens/s", "step", "TFLOP/s (MFU)", "peak memory", "last loss")
+    columns += ("largest loss difference",)
     write_results(
         options.name,
         "Training jobs: the installed kernels against transformers",

@@ -87,7 +87,9 @@ def test_a_kernel_that_does_not_load_draws_nothing_either(module):
     assert drawn() == expected
 
 
-def test_the_check_finds_no_fault_with_what_loading_undoes(module):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_check_finds_no_fault_with_what_importing_draws(module, monkeypatch, threads):
+    monkeypatch.setattr("threading.active_count", lambda: threads)
     spec = KernelSpec("drawing", "swiglu_mlp", "standard", f"{module(_DRAWS + _KERNEL)}:factory")
     assert "import" not in {case.sample for case in check_kernel(spec).cases}
 

@@ -295,6 +295,17 @@ TABLES: dict[str, dict[str, Table]] = {
             libraries=_FLA,
             across="kernels",
         ),
+        "compiled": Table(
+            {
+                "SmolLM3, 8 layers": ("train_step_smollm3_compiled_h100",),
+                "OLMoE, 6 layers": ("train_step_olmoe_compiled_h100",),
+                "EXAONE 4, 12 layers": ("train_step_exaone4_compiled_h100",),
+            },
+            (),
+            _STEP,
+            libraries=_LIGER,
+            across="kernels",
+        ),
         "sums": Table(
             _gpus("residual_sums"),
             ("model",),

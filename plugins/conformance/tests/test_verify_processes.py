@@ -162,3 +162,20 @@ def test_several_jobs_have_one_thread_each_unless_the_user_says_otherwise(monkey
         if set_to:
             monkeypatch.setenv("OMP_NUM_THREADS", set_to)
         assert Checks("cpu", jobs)._environment["OMP_NUM_THREADS"] == wanted
+
+
+@pytest.mark.parametrize("detail", ["raised OutOfMemoryError: CUDA out of memory.", "CUBLAS_STATUS_ALLOC_FAILED"])
+@pytest.mark.parametrize(("jobs", "wanted"), [(2, OK), (1, FAILED)])
+def test_a_check_that_shared_the_memory_is_made_again_alone(monkeypatch, detail, jobs, wanted):
+    running, lonely = [], []
+
+    def checked(self, check):
+        running.append(check)
+        lonely.append(running.count(check) > 1)
+        return Row(check.dtype, check.dtype, OK, ()) if lonely[-1] else Row(check.dtype, check.dtype, FAILED, (detail,))
+
+    monkeypatch.setattr(Checks, "_checked", checked)
+    spec = discover().plugin("veomni-torch").kernels[0]
+    rows = Checks("cpu", jobs).rows([Check("veomni-torch", spec, dtype) for dtype in ("float32", "bfloat16")])
+    assert [row.result for row in rows] == [wanted, wanted]
+    assert sum(lonely) == (2 if jobs > 1 else 0)

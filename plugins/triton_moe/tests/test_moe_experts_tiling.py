@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from veomni_triton_moe.moe_experts import launch
+from veomni_triton_moe.moe_experts import routing as sorting
 from veomni_triton_moe.moe_experts.routing import route
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,12 +21,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
     experts=st.integers(1, 40),
     highest=st.integers(0, 60),
     block_m=st.sampled_from([16, 64]),
+    scanned=st.sampled_from([2, 4096]),
     seed=st.integers(0, 1000),
 )
-def test_routes_are_sorted_stably_and_tiled_once(tokens, k, experts, highest, block_m, seed):
+def test_routes_are_sorted_stably_and_tiled_once(tokens, k, experts, highest, block_m, scanned, seed):
     generator = torch.Generator().manual_seed(seed)
     index = torch.randint(-1, highest + 1, (tokens, k), generator=generator)
-    routing = route(index.to(DEVICE), experts, block_m)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sorting, "_SCAN_BLOCKS", scanned)
+        routing = route(index.to(DEVICE), experts, block_m)
     kept = torch.where(index < 0, experts, index).flatten().clamp(max=experts)
     _, order = kept.sort(stable=True)
     assert torch.equal(routing.route_of_row.cpu().long(), order)

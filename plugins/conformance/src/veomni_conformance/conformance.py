@@ -36,7 +36,7 @@ from veomni_conformance.memory_layouts import check_memory_layouts
 from veomni_conformance.mixed_dtypes import check_autocast, check_mixed_dtypes
 from veomni_conformance.modes import check_modes
 from veomni_conformance.non_finite import check_non_finite
-from veomni_conformance.process_state import ProcessState, check_process_state
+from veomni_conformance.process_state import RANDOM_STATES, ProcessState, check_process_state
 from veomni_conformance.rank_check import check_on_ranks
 from veomni_conformance.report import CaseResult, ConformanceReport
 from veomni_conformance.second_derivatives import check_second_derivatives
@@ -132,8 +132,9 @@ def check_kernel(
     return ConformanceReport(str(spec), str(device), dtype, cases, skipped, spent.rounded())
 
 
-# Not reported: libraries add warning filters when they are imported.
-_OF_IMPORTS = ("the warnings filters",)
+# Not reported: libraries add warning filters when they are imported, and draw random numbers. A job's process restores
+# the random states then, but not beside another thread, which the process of a check has (see core's random_states).
+_OF_IMPORTS = ("the warnings filters", *RANDOM_STATES)
 
 
 def _up_to_a_failure(cases: Iterator[CaseResult]) -> Iterator[CaseResult]:

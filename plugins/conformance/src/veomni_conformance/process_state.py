@@ -22,6 +22,7 @@ from veomni_conformance.situations import reveal
 from veomni_conformance.subject import Position, Subject
 
 _RANDOM: Mapping[str, Any] = {"is_of_random_numbers": True}
+RANDOM_STATES = ("torch's random state", "CUDA's random states", "Python's random state", "NumPy's random state")
 _LONG_ENOUGH = 0.02  # seconds, in which a thread that draws random numbers while a kernel is checked draws some
 
 
@@ -117,17 +118,15 @@ def _unusual_settings(other_threads: bool) -> Iterator[None]:
 
 
 def _settings() -> Iterator[_Setting]:
-    yield _Setting("torch's random state", torch.get_rng_state, torch.set_rng_state, **_RANDOM)
+    yield _Setting(RANDOM_STATES[0], torch.get_rng_state, torch.set_rng_state, **_RANDOM)
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield _Setting("CUDA's random states", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all, **_RANDOM)
+        yield _Setting(RANDOM_STATES[1], torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all, **_RANDOM)
         yield _Setting("the current CUDA device", torch.cuda.current_device, torch.cuda.set_device)
         yield _Setting("the current CUDA stream", torch.cuda.current_stream, torch.cuda.set_stream)
-    yield _Setting(
-        "Python's random state", random.getstate, random.setstate, operator.eq, **_RANDOM
-    )  # 625 plain numbers
+    yield _Setting(RANDOM_STATES[2], random.getstate, random.setstate, operator.eq, **_RANDOM)  # 625 plain numbers
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        yield _Setting("NumPy's random state", numpy.random.get_state, numpy.random.set_state, **_RANDOM)
+        yield _Setting(RANDOM_STATES[3], numpy.random.get_state, numpy.random.set_state, **_RANDOM)
         yield _Setting("NumPy's error handling", numpy.geterr, lambda value: numpy.seterr(**value))
     yield _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
     yield _Setting("the default device", torch.get_default_device, torch.set_default_device)

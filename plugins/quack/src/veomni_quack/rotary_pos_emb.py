@@ -29,6 +29,7 @@ Pick = Callable[[Tensor], Tensor]
 _UNIT = 8  # QuACK needs the head width and the rotary width to be multiples of this many values
 _PAIRS = _UNIT // 2
 _WIDEST_HEAD = 512
+_MOST_SEQUENCES = 65535  # one axis of QuACK's launch is the batch, of which CUDA takes no more
 
 
 def _first_half(angles: Tensor) -> Tensor:
@@ -134,6 +135,12 @@ class _Angles:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, neighbours: bool, backwards: bool) -> Tensor:
+    if x.shape[0] > _MOST_SEQUENCES:
+        whole = torch.empty_like(readable(x))
+        for first in range(0, len(x), _MOST_SEQUENCES):
+            part = slice(first, first + _MOST_SEQUENCES)
+            whole[part] = _turned(x[part], cos, sin, None if starts is None else starts[part], neighbours, backwards)
+        return whole
     result: Tensor = apply_rotary(
         readable(x),
         readable(cos),

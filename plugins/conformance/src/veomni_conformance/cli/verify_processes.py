@@ -113,17 +113,21 @@ class Checks:
     def rows(self, asked: Sequence[Check], done: Callable[[Row], object] = lambda row: None) -> list[Row]:
         """Check each kernel, and call ``done`` with each row. One whose process ends before it has its row fails.
 
-        The longest begin first, so that none of them is the last one, alone.
+        The longest begin first, so that none of them is the last one, alone. Checks share the memory of a device: those
+        that found too little of it are made again, one at a time.
         """
         longest_first = sorted(range(len(asked)), key=lambda index: _rank(asked[index].spec))
         with ThreadPoolExecutor(self._jobs) as pool:
             try:
                 found = {index: pool.submit(self._row, asked[index], done) for index in longest_first}
-                return [found[index].result() for index in range(len(asked))]
+                rows = [found[index].result() for index in range(len(asked))]
             except BaseException:  # an interrupt: nobody waits for the checks any more
                 self._over = True
                 pool.shutdown(cancel_futures=True)
                 raise
+        if self._jobs == 1:
+            return rows
+        return [self._checked(asked[index]) if _lacked_memory(row) else row for index, row in enumerate(rows)]
 
     def _row(self, check: Check, done: Callable[[Row], object]) -> Row:
         row = self._checked(check)
@@ -173,6 +177,12 @@ class Checks:
 def import_once() -> None:
     """Fork checks from a process with the common imports made; without this call each check makes them."""
     CONTEXT.set_forkserver_preload(["veomni_conformance.cli.verify_preload"])
+
+
+def _lacked_memory(row: Row) -> bool:
+    """Whether it failed for that: PyTorch's allocator, CUDA and cuBLAS each have an error of their own."""
+    words = " ".join(row.detail).lower()
+    return row.result in (FAILED, CONTRACT) and ("out of memory" in words or "alloc_failed" in words)
 
 
 def _rank(spec: KernelSpec) -> tuple[bool, int]:

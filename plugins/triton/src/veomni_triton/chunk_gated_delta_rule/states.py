@@ -58,7 +58,7 @@ def states_kernel(
 ):
     start, head, sequence = tl.program_id(0) * V, tl.program_id(1), tl.program_id(2)
     dtype = x.dtype.element_ty
-    size = (key_width * value_width).to(tl.int64)
+    size = tl.cast(key_width * value_width, tl.int64)  # widths of 1 are constants, which have no `to`
     own = (sequence * value_heads + head) * size
     if HAS_INITIAL:
         state_KV = load_state(initial + own, start, key_width, value_width, K, V).to(tl.float32)
@@ -115,7 +115,7 @@ def state_gradients_kernel(
 ):
     start, head, sequence = tl.program_id(0) * V, tl.program_id(1), tl.program_id(2)
     dtype = dx.dtype.element_ty
-    size = (key_width * value_width).to(tl.int64)
+    size = tl.cast(key_width * value_width, tl.int64)  # widths of 1 are constants, which have no `to`
     own = (sequence * value_heads + head) * size
     if HAS_FINAL:
         dstate_KV = load_state(dfinal + own, start, key_width, value_width, K, V).to(tl.float32)

@@ -42,9 +42,11 @@ def rotate_kernel(
     LAST: tl.constexpr,  # the last R dimensions of a head are rotated, else the first R
 ):
     """Rotate all heads of queries and keys at ``POSITIONS`` consecutive positions of one sequence."""
+    # One axis of programs, of which CUDA takes 2**31; of another axis it takes 65535, and a batch can have more.
+    blocks = tl.cdiv(positions, POSITIONS)
     # int64, since a tensor can have more than 2**31 elements.
-    batch = tl.program_id(1).to(tl.int64)
-    position = (tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)).to(tl.int64)[:, None, None]  # [POSITIONS, 1, 1]
+    batch, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    position = (block * POSITIONS + tl.arange(0, POSITIONS)).to(tl.int64)[:, None, None]  # [POSITIONS, 1, 1]
     inside = position < positions
     # [POSITIONS, 1, HALF] each: loaded once, and broadcast over the heads of both q and k.
     cosine = _angles(cos, cos_strides, batch, position, inside, HALF)

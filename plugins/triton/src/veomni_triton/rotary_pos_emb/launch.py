@@ -66,7 +66,7 @@ def rotate(
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     q, k, cos, sin = map(loadable, (q, k, cos, sin))
     with torch.cuda.device_of(q):
-        rotate_kernel[ceil_div(positions, launch.positions), batch](
+        rotate_kernel[(ceil_div(positions, launch.positions) * batch,)](
             q,
             k,
             cos,

@@ -44,10 +44,12 @@ def rotate_patches_kernel(
     TRANSPOSED: tl.constexpr,  # rotate gradients back
 ):
     """Rotate ``ROWS`` consecutive rows of q, and the same of k."""
-    batch = tl.program_id(1).to(tl.int64)
+    # One axis of programs, of which CUDA takes 2**31; of another axis it takes 65535, and a batch can have more.
+    blocks = tl.cdiv(patches * HEADS, ROWS)
+    batch, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     entry = tl.arange(0, 2 * PAIRS if NEIGHBOURS else PAIRS)  # [PAIRS] or [2 * PAIRS], as everything but pairs
     of_row: tl.constexpr = WIDTH if NEIGHBOURS else (WIDTH + 1) // 2  # an odd WIDTH lacks the last one
-    row, place = tl.program_id(0) * ROWS + entry // of_row, entry % of_row
+    row, place = block * ROWS + entry // of_row, entry % of_row
     patch, head = row // HEADS, row % HEADS
     inside = (entry < ROWS * of_row) & (patch < patches)
     patch = patch.to(tl.int64)  # a tensor can have more than 2**31 elements

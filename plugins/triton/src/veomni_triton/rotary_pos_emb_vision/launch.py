@@ -82,7 +82,7 @@ def _rotate(
     rows = pairs // of_head
     tensors = (q, k, cos, sin, q_out, k_out)
     aligned, strides = _in_units(tuple(_strides(q if each is None else each) for each in tensors), cos.shape[2] // 2)
-    rotate_patches_kernel[ceil_div(patches * heads, rows), batch](
+    rotate_patches_kernel[(ceil_div(patches * heads, rows) * batch,)](
         *tensors,
         *strides,
         patches,

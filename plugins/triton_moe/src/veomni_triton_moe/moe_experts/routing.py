@@ -21,6 +21,7 @@ from veomni_triton_moe.sizes import ceil_div, power_of_two
 SMALLEST_BLOCK_M = 16  # rows of a tile; tl.dot takes no fewer
 
 _BLOCK = 256  # routes per program in the kernels over routes
+_SCAN_BLOCKS = 4096  # most counts that _scan holds in registers at a time
 _RANK_BLOCK = 32  # routes that these are compared with at a time: a [_BLOCK, _RANK_BLOCK] table in registers
 _TILE_TABLE = 8192  # elements of the [TILES, BINS] table that one program of _list_tiles holds in registers
 
@@ -100,7 +101,7 @@ def route(top_k_index: Tensor, experts: int, block_m: int) -> Routing:
     counts = torch.empty(bins, blocks, dtype=torch.int32, device=index.device)
     totals = torch.empty(bins, dtype=torch.int32, device=index.device)
     _count[(blocks,)](index, counts, routes, experts, blocks, BINS=bins, BLOCK=_BLOCK)
-    _scan[(bins,)](counts, totals, blocks, BLOCKS=power_of_two(max(blocks, 1)))
+    _scan[(bins,)](counts, totals, blocks, BLOCKS=min(power_of_two(max(blocks, 1)), _SCAN_BLOCKS))
     listed = max(_TILE_TABLE // bins, 1)
     # At least one program, which writes the offsets and the number of tiles even without routes.
     _list_tiles[(max(ceil_div(routing.max_tiles, listed), 1),)](
@@ -141,8 +142,9 @@ def _count(
     route = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     # The last block's places beyond N count as dropped. No later block's prefix contains them.
     expert = _load_expert(index, route, routes, experts)  # [BLOCK]
-    # All bins are written, the unused ones with zeros: counts is not initialised.
-    tl.store(counts + tl.arange(0, BINS) * blocks + block, tl.histogram(expert, BINS))
+    # All bins are written, the unused ones with zeros: counts is not initialised. int64, since BINS * blocks can exceed
+    # 2**31.
+    tl.store(counts + tl.arange(0, BINS).to(tl.int64) * blocks + block, tl.histogram(expert, BINS))
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -150,18 +152,23 @@ def _scan(
     counts,  # [BINS, blocks], read and overwritten
     totals,  # [BINS], written
     blocks,
-    BLOCKS: tl.constexpr,  # blocks rounded up to a power of two
+    BLOCKS: tl.constexpr,  # a power of two; all of them where there are few
 ):
     """An exclusive prefix sum over blocks, in place: how many routes of a bin earlier blocks have. One program per bin.
 
-    ``totals`` gets the sums. A whole line fits one program, so that no second pass has to join partial sums.
+    ``totals`` gets the sums. The line is read ``BLOCKS`` at a time, since Triton takes minutes to compile for a million
+    elements (2^28 routes), and takes no more.
     """
     expert = tl.program_id(0)
-    block = tl.arange(0, BLOCKS)  # [BLOCKS]
-    count = tl.load(counts + expert * blocks + block, mask=block < blocks, other=0)  # [BLOCKS]
-    until = tl.cumsum(count, axis=0)  # inclusive; less its own count it is what comes before
-    tl.store(counts + expert * blocks + block, until - count, mask=block < blocks)
-    tl.store(totals + expert, tl.sum(count))
+    line = counts + expert.to(tl.int64) * blocks
+    before = 0  # the routes of all blocks before these
+    for start in range(0, blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)  # [BLOCKS]
+        count = tl.load(line + block, mask=block < blocks, other=0)  # [BLOCKS]
+        until = before + tl.cumsum(count, axis=0)  # inclusive; less its own count it is what comes before
+        tl.store(line + block, until - count, mask=block < blocks)
+        before += tl.sum(count)
+    tl.store(totals + expert, before)
 
 
 @triton.jit(do_not_specialize=["max_tiles", "experts"])
@@ -223,6 +230,6 @@ def _place(
         earlier = (other[None, :] == expert[:, None]) & (other_place[None, :] < place[:, None])  # [BLOCK, RANK_BLOCK]
         rank += tl.sum(earlier.to(tl.int32), axis=1)
     # Dropped routes have expert E, so offsets[E] puts them behind all groups, in order too.
-    row = tl.load(offsets + expert) + tl.load(counts + expert * blocks + block) + rank
+    row = tl.load(offsets + expert) + tl.load(counts + expert.to(tl.int64) * blocks + block) + rank
     tl.store(row_of_route + route, row, mask=route < routes)
     tl.store(route_of_row + row, route, mask=route < routes)
