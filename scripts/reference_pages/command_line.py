@@ -43,16 +43,19 @@ def _verbs() -> Iterator[str]:
 
 def _verb(spec: CommandSpec, distribution: str) -> Iterator[str]:
     found = command(spec)
-    for name, each in getattr(found, "commands", {}).items():
-        yield from _section(f"{spec.name} {name}", each, distribution)
+    yield f"## `veomni {spec.name}`\n"
     if not hasattr(found, "commands"):
-        yield from _section(spec.name, found, distribution)
+        yield from _arguments(found, f"From {distribution}. ")
+        return
+    yield f"From {distribution}. {found.help}\n"
+    for name, each in found.commands.items():
+        yield f"### `veomni {spec.name} {name}`\n"
+        yield from _arguments(each)
 
 
-def _section(name: str, found: Any, distribution: str) -> Iterator[str]:
+def _arguments(found: Any, start: str = "") -> Iterator[str]:
     shown = [parameter for parameter in found.params if not getattr(parameter, "hidden", False)]
-    yield f"## `veomni {name}`\n"
-    yield f"From {distribution}. {prose(found.callback)}\n"
+    yield f"{start}{prose(found.callback)}\n"
     if shown:
         rows = [(f"`{_written(each)}`", _default(each), each.help or "") for each in shown]
         yield from table(("argument or option", "default", ""), rows)
