@@ -76,6 +76,10 @@ def _problem_of_veomni(words: list[str]) -> str:
     found = VEOMNI.get_command(None, verb)
     if found is None:
         return f"no verb {verb!r}"
+    if hasattr(found, "commands") and rest:
+        verb, found = f"{verb} {rest[0]}", found.commands.get(rest.pop(0))
+        if found is None:
+            return f"no verb {verb!r}"
     options = {option for parameter in found.params for option in parameter.opts} | _HELP
     unknown = [word for word in rest if word.startswith("--") and word.strip("[]").partition("=")[0] not in options]
     if unknown:

@@ -24,11 +24,14 @@ BAD_PLUGINS = {
     "exception in a hook": (API + "@hookimpl\ndef veomni_kernels():\n    raise OSError('no disk')", "OSError: no disk"),
     "misspelt hook": (API + "@hookimpl\ndef veomni_kernel():\n    return []", "unknown hook 'veomni_kernel'"),
     "hook with parameters": (API + "@hookimpl\ndef veomni_kernels(ops):\n    return []", "Argument(s) {'ops'}"),
-    "no API version": ("x = 1", "declares no VEOMNI_PLUGIN_API_VERSION; this core supports version 1"),
-    "wrong API version": ("VEOMNI_PLUGIN_API_VERSION = 2", "has plugin API version 2; this core supports version 1"),
+    "no API version": ("x = 1", "declares no VEOMNI_PLUGIN_API_VERSION; this core supports versions 1 to 2"),
+    "wrong API version": (
+        "VEOMNI_PLUGIN_API_VERSION = 3",
+        "has plugin API version 3; this core supports versions 1 to 2",
+    ),
     "newer API versions": (
-        "VEOMNI_PLUGIN_API_VERSION = (2, 3)",
-        "has plugin API versions 2 to 3; this core supports version 1",
+        "VEOMNI_PLUGIN_API_VERSION = (3, 4)",
+        "has plugin API versions 3 to 4; this core supports versions 1 to 2",
     ),
     "API versions in the wrong order": (
         "VEOMNI_PLUGIN_API_VERSION = (2, 1)",

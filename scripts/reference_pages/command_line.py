@@ -43,9 +43,19 @@ def _verbs() -> Iterator[str]:
 
 def _verb(spec: CommandSpec, distribution: str) -> Iterator[str]:
     found = command(spec)
-    shown = [parameter for parameter in found.params if not getattr(parameter, "hidden", False)]
     yield f"## `veomni {spec.name}`\n"
-    yield f"From {distribution}. {prose(found.callback)}\n"
+    if not hasattr(found, "commands"):
+        yield from _arguments(found, f"From {distribution}. ")
+        return
+    yield f"From {distribution}. {found.help}\n"
+    for name, each in found.commands.items():
+        yield f"### `veomni {spec.name} {name}`\n"
+        yield from _arguments(each)
+
+
+def _arguments(found: Any, start: str = "") -> Iterator[str]:
+    shown = [parameter for parameter in found.params if not getattr(parameter, "hidden", False)]
+    yield f"{start}{prose(found.callback)}\n"
     if shown:
         rows = [(f"`{_written(each)}`", _default(each), each.help or "") for each in shown]
         yield from table(("argument or option", "default", ""), rows)

@@ -12,11 +12,11 @@ from veomni_core.descriptions import hookspecs
 
 _HEAD = """# Hooks
 
-A plugin is a module that an entry point in the group `{group}` names. It says `VEOMNI_PLUGIN_API_VERSION = 1` and
-implements any of these hooks, each marked with `@hookimpl` (from `veomni_core`). A hook returns descriptions and does
-nothing else: it imports no torch and looks at no device. Hooks are called once, in this order, when plugins are
-discovered. The core supports these versions of the interface: {versions}. [Write a
-plugin](../how-to/write-a-plugin.md) shows each of them at work.
+A plugin is a module that an entry point in the group `{group}` names. It says `VEOMNI_PLUGIN_API_VERSION = 1` (or the
+version since which a hook of it is there) and implements any of these hooks, each marked with `@hookimpl` (from
+`veomni_core`). A hook returns descriptions and does nothing else: it imports no torch and looks at no device. Hooks are
+called once, in this order, when plugins are discovered. The core supports these versions of the interface: {versions}.
+[Write a plugin](../how-to/write-a-plugin.md) shows each of them at work.
 """
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from veomni_transformers.build import build_foundation_model
     from veomni_transformers.engine.parallel_plan import get_parallel_plan
     from veomni_transformers.jobs.job_conditions import JobConditions
+    from veomni_transformers.model_spec import ModelSpec
     from veomni_transformers.token_logprobs import TokenLogprobs, token_logprobs
 
 # Where each name is, by module.
@@ -65,11 +66,12 @@ _HOME = {
     "veomni_transformers.build": ("build_foundation_model",),
     "veomni_transformers.engine.parallel_plan": ("get_parallel_plan",),
     "veomni_transformers.jobs.job_conditions": ("JobConditions",),
+    "veomni_transformers.model_spec": ("ModelSpec",),
     "veomni_transformers.token_logprobs": ("TokenLogprobs", "token_logprobs"),
 }
 
 __all__ = ["Binding", "CommandSpec", "DeviceSpec", "Hardware", "HardwareRequirement", "JobConditions"]
-__all__ += ["KernelOption", "KernelSpec", "ModelRule", "ModelViewSpec", "OpSlot", "OpSpec", "OpsConfig"]
+__all__ += ["KernelOption", "KernelSpec", "ModelRule", "ModelSpec", "ModelViewSpec", "OpSlot", "OpSpec", "OpsConfig"]
 __all__ += ["OpsImplementationConfig", "Plan", "PluginRecord", "Receipt", "Registry", "Shadow", "Site"]
 __all__ += ["SiteRule", "Suspicion", "TokenLogprobs", "VariantSpec", "apply_plan", "bind", "binding_of"]
 __all__ += ["build_foundation_model", "discover", "find_sites", "get_parallel_plan", "hookimpl", "make_plan"]

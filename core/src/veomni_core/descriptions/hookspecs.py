@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pluggy
 
@@ -13,7 +14,7 @@ from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, ModelRule, Mo
 PROJECT = "veomni"
 ENTRY_POINT_GROUP = "veomni.plugins"
 DEFINITIONS_GROUP = "veomni.definitions"  # plugins without kernels: VEOMNI_PLUGINS chooses among kernels, not these
-PLUGIN_API_VERSIONS = range(1, 2)  # those that this core supports
+PLUGIN_API_VERSIONS = range(1, 3)  # those that this core supports
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -55,12 +56,17 @@ def veomni_model_views() -> Iterable[ModelViewSpec]:  # type: ignore[empty-body]
 
 
 @hookspec
+def veomni_models() -> Iterable[Any]:  # type: ignore[empty-body]
+    """Models that transformers does not have, and converters of checkpoints (``ModelSpec``). Since version 2."""
+
+
+@hookspec
 def veomni_commands() -> Iterable[CommandSpec]:  # type: ignore[empty-body]
     """Subcommands for the ``veomni`` command line."""
 
 
 # Of each hook, in the order in which they are called: where a plugin's record has what it returns, and its type.
-DESCRIPTIONS: dict[str, tuple[str, type]] = {
+DESCRIPTIONS: dict[str, tuple[str, type | str]] = {
     "veomni_ops": ("ops", OpSpec),
     "veomni_variants": ("variants", VariantSpec),
     "veomni_kernels": ("kernels", KernelSpec),
@@ -68,5 +74,6 @@ DESCRIPTIONS: dict[str, tuple[str, type]] = {
     "veomni_sites": ("site_rules", SiteRule),
     "veomni_model_rules": ("model_rules", ModelRule),
     "veomni_model_views": ("model_views", ModelViewSpec),
+    "veomni_models": ("models", "veomni_transformers.model_spec:ModelSpec"),
     "veomni_commands": ("commands", CommandSpec),
 }

@@ -51,6 +51,7 @@ _MUST_BE_UNIQUE = (
     ("site rule", "site_rules", "name"),
     ("model rule", "model_rules", "name"),
     ("model view", "model_views", "name"),
+    ("model type", "models", "model_type"),
     ("command", "commands", "name"),
 )
 

@@ -10,6 +10,7 @@ from typing import Any
 import pluggy
 
 from veomni_core.descriptions import hookspecs
+from veomni_core.descriptions.references import load_attribute
 from veomni_core.errors import SpecError
 
 
@@ -60,7 +61,8 @@ def _check_api_versions(module: Any) -> None:
         raise SpecError(f"{module.__name__} has plugin API {said}; this core supports {supported}. {remedy}")
 
 
-def _checked(hook: str, kind: type, answer: Any) -> list[Any]:
+def _checked(hook: str, described: type | str, answer: Any) -> list[Any]:
+    kind: type = load_attribute(described) if isinstance(described, str) else described
     if isinstance(answer, (str, Mapping)) or not isinstance(answer, Iterable):
         raise SpecError(f"{hook}() must return a list of {kind.__name__}, not {type(answer).__name__}")
     items = list(answer)

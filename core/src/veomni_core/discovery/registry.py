@@ -48,7 +48,7 @@ class PluginRecord:
         problem: why it failed, or what blocks it.
         traceback: the traceback of a plugin that raised.
         seconds: how long it took to load.
-        ops, variants, devices, site_rules, model_rules, model_views, commands: what its hooks returned.
+        ops, variants, devices, site_rules, model_rules, model_views, models, commands: what its hooks returned.
         defines: whether it is in the entry-point group ``veomni.definitions``: it has no kernels, ``VEOMNI_PLUGINS``
             does not leave it out, and a rule of it that fails is an error.
         kernels: the kernels whose op and variant are known.
@@ -77,6 +77,7 @@ class PluginRecord:
     site_rules: tuple[SiteRule, ...] = ()
     model_rules: tuple[ModelRule, ...] = ()
     model_views: tuple[ModelViewSpec, ...] = ()
+    models: tuple[Any, ...] = ()
     commands: tuple[CommandSpec, ...] = ()
     defines: bool = False
 
@@ -109,7 +110,7 @@ class Registry:
 
     Attributes:
         plugins: a record of every installed plugin, also of those that failed or are blocked.
-        ops, devices, commands: what the loaded plugins describe, by name.
+        ops, devices, models, commands: what the loaded plugins describe, by name.
         site_rules, model_rules, model_views: each in the order in which they are used.
         conflicts: by op, variant and name, the plugins of each kernel that several describe. It is not registered.
 
@@ -129,6 +130,7 @@ class Registry:
     model_rules: tuple[ModelRule, ...] = ()
     model_views: tuple[ModelViewSpec, ...] = ()
     devices: Mapping[str, DeviceSpec] = field(default_factory=lambda: MappingProxyType({}))
+    models: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     commands: Mapping[str, CommandSpec] = field(default_factory=lambda: MappingProxyType({}))
     conflicts: Mapping[tuple[str, str, str], tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     _kernels: Mapping[str, tuple[KernelSpec, ...]] = field(default_factory=lambda: MappingProxyType({}))
@@ -348,6 +350,7 @@ def build_registry(
         model_rules=_ordered(record.model_rules for record in healthy),
         model_views=_ordered(record.model_views for record in healthy),
         devices=MappingProxyType({device.device_type: device for record in healthy for device in record.devices}),
+        models=MappingProxyType({model.model_type: model for record in healthy for model in record.models}),
         commands=MappingProxyType({command.name: command for record in healthy for command in record.commands}),
         conflicts=MappingProxyType(dict(conflicts)),
         _kernels=MappingProxyType({op: tuple(specs) for op, specs in by_op.items()}),

@@ -1,4 +1,4 @@
-"""Declares the subcommands explain, doctor, tune, lock and new-plugin to veomni-core. Does not import torch."""
+"""Declares the subcommands of veomni-tools to veomni-core. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,5 +20,8 @@ def veomni_commands() -> list[CommandSpec]:
         ),
         CommandSpec(
             "new-plugin", "veomni_tools.cli.new_plugin:new_plugin", "Write a new plugin, with a kernel and tests."
+        ),
+        CommandSpec(
+            "checkpoint", "veomni_tools.cli.checkpoint:checkpoint", "Look at a checkpoint, convert it, compare two."
         ),
     ]

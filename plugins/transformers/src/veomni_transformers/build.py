@@ -27,6 +27,12 @@ from veomni_transformers.jobs.hub_snapshots import is_hub_id, snapshot
 from veomni_transformers.jobs.model_config import ConfigSource, load_model_config
 from veomni_transformers.memory.same_form import same_form
 from veomni_transformers.model_class import class_and_config
+from veomni_transformers.plugin_models import (
+    converted_by_plugin,
+    is_converted_by_plugin,
+    may_be_converted,
+    refuse_converted,
+)
 from veomni_transformers.sharded_build import random_sharded_model, refuse_device, refuse_world
 from veomni_transformers.stored_layouts import refuse_divided, square_and_transposed, transpose
 from veomni_transformers.veomni_jobs import warn_of_removed_variables
@@ -164,8 +170,10 @@ def build_foundation_model(
     model_class, config = _class_and_config(read, modeling)
     skeleton = _skeleton(model_class, config, dtype, trust_remote_code)
     turned = () if weights_path is None else square_and_transposed(Path(weights_path), skeleton)
+    converts = weights_path is not None and is_converted_by_plugin(skeleton, Path(weights_path))
     if sharding is not None or quantization_config is not None:
         refuse_divided(Path(weights_path or ""), turned)
+        refuse_converted(Path(weights_path or ""), converts)
 
     def make() -> Plan:
         hardware = ops.registry.detect_hardware(device_type)
@@ -185,6 +193,8 @@ def build_foundation_model(
     plan = ranks.agree_on(make)
     if weights_path is not None:
         options = {"distributed_config": sharding, "quantization_config": quantization_config}
+        if converts:
+            options["state_dict"] = converted_by_plugin(skeleton, Path(weights_path))
         load = _load_resized if resize_embeddings else _load_weights
         model = load(model_class, config, Path(weights_path), dtype, made_on, trust_remote_code, options, new_head)
         transpose(model, turned)
@@ -202,18 +212,27 @@ def build_foundation_model(
     return model
 
 
-def load_as_trained(path: Path, trust_remote_code: bool = False, config: ConfigSource | None = None) -> PreTrainedModel:
+def load_as_trained(
+    path: Path,
+    trust_remote_code: bool = False,
+    config: ConfigSource | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> PreTrainedModel:
     """The unbound model in a folder of weights, in their dtype on the CPU, of the class that would be trained.
 
-    With a ``config`` of its own the model has a new head, if the weights' is another one.
+    With a ``config`` of its own the model has a new head, if the weights' is another one. With ``tensors``, under the
+    names of a checkpoint, it has these in place of the folder's.
 
     Raises:
         CheckpointError: the weights are missing, damaged, or not all that the model has.
     """
     check_weights(path)
     model_class, read = class_and_config(load_model_config(config or str(path), trust_remote_code=trust_remote_code))
-    device = torch.device("cpu")
-    return _load_weights(model_class, read, path, "auto", device, trust_remote_code, {}, config is not None)  # type: ignore[no-any-return]
+    if tensors is None and may_be_converted(model_class, read):
+        skeleton = _skeleton(model_class, read, torch.float32, trust_remote_code)
+        tensors = converted_by_plugin(skeleton, path) if is_converted_by_plugin(skeleton, path) else None
+    device, given = torch.device("cpu"), {"state_dict": None if tensors is None else {**tensors}}
+    return _load_weights(model_class, read, path, "auto", device, trust_remote_code, given, config is not None)  # type: ignore[no-any-return]
 
 
 def build_skeleton(
@@ -357,7 +376,7 @@ def _load_weights(
         options["generation_config"] = GenerationConfig.from_model_config(config)
     try:
         model, info = model_class.from_pretrained(
-            path,
+            None if "state_dict" in options else path,
             config=config,
             dtype=dtype,
             output_loading_info=True,

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto import modeling_auto
 
 from veomni_core.errors import ConfigError
+from veomni_transformers.plugin_models import model_class_of
 
 # Tables of transformers: of models that write text, those of images, audio or video first, since some types have a text
 # decoder in the last one; and of other models. Not every version has all.
@@ -30,7 +31,8 @@ def class_and_config(config: Any) -> tuple[Any, Any]:
     such as that of Qwen2.5-Omni, stands for the part of it that reads inputs and writes text: its thinker.
 
     Returns:
-        A class of transformers and a config of its kind; ``AutoModelForCausalLM`` for models that come with code.
+        A class of transformers or of a plugin, and a config of its kind; ``AutoModelForCausalLM`` for models that come
+        with code.
 
     Raises:
         ConfigError: transformers has no model of this type that writes text.
@@ -43,6 +45,8 @@ def class_and_config(config: Any) -> tuple[Any, Any]:
         >>> kind.__name__, its_config.model_type
         ('Qwen3_5ForCausalLM', 'qwen3_5_text')
     """
+    if not type(config).__module__.startswith("transformers.") and (own := model_class_of(config)):
+        return own, config
     kind = _named(config.architectures or ())
     if kind is None and not type(config).__module__.startswith("transformers."):
         return AutoModelForCausalLM, config

@@ -25,7 +25,7 @@ def square_and_transposed(path: Path, skeleton: Any) -> tuple[str, ...]:
         CheckpointError: some of the weights beside them are stored transposed, and some are not.
     """
     shapes = {name: tuple(p.shape) for name, p in skeleton.named_parameters()}
-    patterns = [re.compile(pattern) for pattern in _decided_by_shape(skeleton)]
+    patterns = [re.compile(pattern) for pattern in decided_by_shape(skeleton)]
     decided = {name: shape for name, shape in shapes.items() if any(each.search(name) for each in patterns)}
     square = tuple(name for name, shape in decided.items() if shape[-1] == shape[-2])
     if not square:
@@ -66,7 +66,7 @@ def transpose(model: Any, names: tuple[str, ...]) -> None:
             parameter.copy_(parameter.transpose(-1, -2).clone())
 
 
-def _decided_by_shape(skeleton: Any) -> Iterator[str]:
+def decided_by_shape(skeleton: Any) -> Iterator[str]:
     """Patterns of the names of those weights that transformers transposes where their shape is not the model's."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -10,7 +10,7 @@ from typing import Any
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import VariantSpec
-from veomni_core.descriptions.spec import DeviceSpec
+from veomni_core.descriptions.spec import DeviceSpec, ModelSpec
 from veomni_core.discovery.registry import PluginRecord
 
 _DESCRIBED = {
@@ -21,6 +21,7 @@ _DESCRIBED = {
     "site_rules": "site rule",
     "model_rules": "model rule",
     "model_views": "model view",
+    "models": "model",
     "commands": "command",
 }
 
@@ -44,6 +45,8 @@ def _name(spec: Any) -> str:
     """What ``str`` gives for a kernel or a variant, else the name."""
     if isinstance(spec, (KernelSpec, VariantSpec)):
         return str(spec)
+    if isinstance(spec, ModelSpec):
+        return spec.model_type
     return str(spec.device_type if isinstance(spec, DeviceSpec) else spec.name)
 
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from veomni_core.errors import JobFileError, did_you_mean
 from veomni_trainer.data.chat import check_template
 from veomni_trainer.data.documents import Document, Example, Mask, Span, Tokens
 from veomni_trainer.job.data_section import BYTES
 from veomni_transformers.jobs.hub_snapshots import is_hub_id, nearest, snapshot
+from veomni_transformers.plugin_models import tokenizer_in
 
 _DEEPSEEKS = "<\uff5cend\u2581of\u2581sentence\uff5c>"  # not ASCII, unlike <|end_of_sentence|>
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", _DEEPSEEKS, "</s>", "<eos>", "[EOS]", "[SEP]")
@@ -170,7 +171,7 @@ def _load(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
         if alone:
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        return tokenizer_in(folder, trust_remote_code)
     except Exception as error:  # the libraries raise a bare Exception, and whatever a broken file leads to
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         what = "is not a tokenizer.json" if alone else "can't be loaded as a tokenizer"

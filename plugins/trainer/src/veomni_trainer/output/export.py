@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from veomni_core.errors import CheckpointError, ConfigError, VeOmniError
 from veomni_trainer.output.adapters import adapted_model, copy_adapter, is_adapter, merge_adapter
@@ -25,6 +25,7 @@ from veomni_trainer.output.files import publish_folder
 from veomni_trainer.output.shards import is_sharded, reason
 from veomni_trainer.output.trained_sample import Sample, logits_of, read_sample
 from veomni_transformers.build import build_skeleton, check_weights, load_as_trained
+from veomni_transformers.plugin_models import tokenizer_in
 
 _LAYER = re.compile(r"(.*?\.layers\.\d+)?")
 _CONFIGS = ("config.json", "generation_config.json")
@@ -127,7 +128,7 @@ def _ending(folder: Path, sample: Sample | None, trust: bool) -> str:
 def _names(folder: Path, ids: list[int], trust: bool) -> list[str]:
     if not (folder / _TOKENIZER).exists():
         return [str(each) for each in ids]
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+    tokenizer = tokenizer_in(folder, trust)
     return [str(each) for each in tokenizer.convert_ids_to_tokens(ids)]
 
 
@@ -150,7 +151,7 @@ def _write(checkpoint: Path, folder: Path, trust: bool) -> None:
             shutil.copy2(checkpoint / name, folder / name)
     if (checkpoint / _TOKENIZER).exists():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=trust)
+            tokenizer = tokenizer_in(checkpoint, trust)
         except Exception as error:  # the libraries raise whatever a broken file leads to
             raise CheckpointError(f"{checkpoint}: its tokenizer can't be read: {error}") from error
         tokenizer.save_pretrained(folder)

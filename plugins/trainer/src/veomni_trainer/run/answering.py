@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TextStreamer
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
 from veomni_core import Binding, bind
 from veomni_core.commands import load_yaml
@@ -21,6 +21,7 @@ from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.shards import is_sharded
 from veomni_trainer.output.trained_sample import read_sample
 from veomni_transformers.build import load_as_trained
+from veomni_transformers.plugin_models import tokenizer_in
 
 _JOB = "job.yaml"
 Messages = Sequence[Mapping[str, str]]
@@ -170,4 +171,4 @@ def _tokenizer_of(folder: Path, job: dict[str, Any], trust_remote_code: bool) ->
         if job:  # which would have written any other tokenizer beside its weights
             return BytesAsText()
         raise CheckpointError(f"{folder} has no tokenizer; copy that of its weights there")
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    return tokenizer_in(folder, trust_remote_code)

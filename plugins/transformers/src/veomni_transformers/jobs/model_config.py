@@ -12,10 +12,12 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
+from veomni_core.discovery.discover import discover
 from veomni_core.errors import ConfigError, HostError, JobFileError, UnknownNameError, did_you_mean
 from veomni_transformers.jobs.config_errors import explained
 from veomni_transformers.jobs.config_values import refuse_unfit_pairs, refuse_values
 from veomni_transformers.jobs.job_files import shown
+from veomni_transformers.plugin_models import config_class_of
 
 _NEVER_LISTED = {"model_type", "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype"}
 _IN_THE_JOB = "model.config"
@@ -33,8 +35,8 @@ def load_model_config(
         trust_remote_code: whether code that is shipped with the model may run.
 
     Raises:
-        UnknownNameError: transformers doesn't know the model type, or a key of the mapping looks like a misspelt key
-            of its config; the message suggests the nearest spelling.
+        UnknownNameError: neither transformers nor a plugin knows the model type, or a key of the mapping looks like a
+            misspelt key of its config; the message suggests the nearest spelling.
         ConfigError: the config needs remote code that is not allowed to run, has no ``model_type``, or has values that
             its class refuses or that no model can be built with; the message names the keys.
         JobFileError: the file is missing or is not JSON.
@@ -80,12 +82,19 @@ def _from_mapping(
         with explained("its config can't be made", data, where):
             stored = AutoConfig.from_pretrained(folder, trust_remote_code=True)
         return _built_anew(stored, data, where)
-    if model_type not in CONFIG_MAPPING:
-        known = list(CONFIG_MAPPING.keys())
-        nearest = did_you_mean(str(model_type), known)
-        hint = nearest if nearest.startswith("Did") else f"transformers knows {len(known)} types"
-        raise UnknownNameError(f"{where}: model_type {model_type!r} is unknown. {hint}")
-    return _made(CONFIG_MAPPING[model_type], {key: value for key, value in data.items() if key != "model_type"}, where)
+    config_class = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else config_class_of(model_type)
+    if config_class is None:
+        raise UnknownNameError(f"{where}: model_type {model_type!r} is unknown. {_known_types(model_type)}")
+    return _made(config_class, {key: value for key, value in data.items() if key != "model_type"}, where)
+
+
+def _known_types(model_type: str) -> str:
+    registry = discover()
+    known = [*CONFIG_MAPPING.keys(), *registry.models]
+    nearest = did_you_mean(model_type, known)
+    said = nearest if nearest.startswith("Did") else f"transformers and plugins know {len(known)} types."
+    failed = [f"The plugin {record.name} failed to load: {record.problem}" for record in registry.failed()]
+    return " ".join([said, *failed])
 
 
 def _made(config_class: type[PretrainedConfig], data: Mapping[str, Any], where: str) -> PretrainedConfig:

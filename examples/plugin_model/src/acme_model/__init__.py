@@ -1,0 +1,1 @@
+"""A model that transformers doesn't have."""
