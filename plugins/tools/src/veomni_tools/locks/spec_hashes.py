@@ -10,7 +10,6 @@ from typing import Any
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import VariantSpec
-from veomni_core.descriptions.spec import DeviceSpec, ModelSpec
 from veomni_core.discovery.registry import PluginRecord
 
 _DESCRIBED = {
@@ -24,6 +23,7 @@ _DESCRIBED = {
     "models": "model",
     "commands": "command",
 }
+_NAMES = ("name", "device_type", "model_type")  # the field by which a spec of each kind is known
 
 
 def spec_hashes(record: PluginRecord) -> dict[str, str]:
@@ -45,9 +45,7 @@ def _name(spec: Any) -> str:
     """What ``str`` gives for a kernel or a variant, else the name."""
     if isinstance(spec, (KernelSpec, VariantSpec)):
         return str(spec)
-    if isinstance(spec, ModelSpec):
-        return spec.model_type
-    return str(spec.device_type if isinstance(spec, DeviceSpec) else spec.name)
+    return str(next(getattr(spec, field) for field in _NAMES if hasattr(spec, field)))
 
 
 def _plain(value: Any) -> Any:
