@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from reference_pages.markdown import prose, table
 from veomni_core.descriptions import hookspecs
+from veomni_core.descriptions.references import load_attribute
 
 _HEAD = """# Hooks
 
@@ -28,7 +29,7 @@ def page() -> str:
 
 
 def _section(hook: str) -> Iterator[str]:
-    _, description = hookspecs.DESCRIPTIONS[hook]
+    description = description_of(hook)
     yield f"## `{hook}`\n"
     yield f"`{hook}() -> Iterable[{description.__name__}]`. {prose(getattr(hookspecs, hook))}\n"
     yield f"`{description.__name__}`: {prose(description)}\n"
@@ -39,6 +40,13 @@ def _section(hook: str) -> Iterator[str]:
         [(f"`{each.name}`", _default(each), said.get(each.name, "")) for each in fields],
     )
     yield ""
+
+
+def description_of(hook: str) -> type:
+    """The class of what ``hook`` returns, which another distribution may have."""
+    _, found = hookspecs.DESCRIPTIONS[hook]
+    kind: type = load_attribute(found) if isinstance(found, str) else found
+    return kind
 
 
 def _default(field: dataclasses.Field[object]) -> str:
