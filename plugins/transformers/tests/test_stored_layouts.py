@@ -16,6 +16,7 @@ from transformers import (
 
 from built_on_cpu import build_on_cpu
 from veomni_core.errors import CheckpointError
+from veomni_transformers.build import load_as_trained
 
 FEW = pytest.mark.thorough(one_per=[])
 SQUARE = {"2I = H": 16, "I = H": 32, "neither": 24}  # of the width 32
@@ -55,6 +56,7 @@ def test_experts_are_loaded_as_the_model_has_them(intermediate, stored, tmp_path
     folder = save(model, tmp_path, lambda name: stored == "transposed")
     loaded = build_on_cpu(folder, folder, torch_dtype="float32")
     assert not differing(loaded, model)
+    assert not differing(load_as_trained(folder), model)
     if stored == "transposed":  # saved as the model has them
         again = save(loaded, tmp_path / "again")
         assert not differing(build_on_cpu(again, again, torch_dtype="float32"), model)

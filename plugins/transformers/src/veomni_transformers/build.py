@@ -30,7 +30,6 @@ from veomni_transformers.model_class import class_and_config
 from veomni_transformers.plugin_models import (
     converted_by_plugin,
     is_converted_by_plugin,
-    may_be_converted,
     refuse_converted,
 )
 from veomni_transformers.sharded_build import random_sharded_model, refuse_device, refuse_world
@@ -228,11 +227,17 @@ def load_as_trained(
     """
     check_weights(path)
     model_class, read = class_and_config(load_model_config(config or str(path), trust_remote_code=trust_remote_code))
-    if tensors is None and may_be_converted(model_class, read):
+    turned: tuple[str, ...] = ()
+    if tensors is None:
         skeleton = _skeleton(model_class, read, torch.float32, trust_remote_code)
+        turned = square_and_transposed(path, skeleton)
         tensors = converted_by_plugin(skeleton, path) if is_converted_by_plugin(skeleton, path) else None
     device, given = torch.device("cpu"), {"state_dict": None if tensors is None else {**tensors}}
-    return _load_weights(model_class, read, path, "auto", device, trust_remote_code, given, config is not None)  # type: ignore[no-any-return]
+    model: PreTrainedModel = _load_weights(
+        model_class, read, path, "auto", device, trust_remote_code, given, config is not None
+    )
+    transpose(model, turned)
+    return model
 
 
 def build_skeleton(

@@ -117,12 +117,6 @@ def converter_for(model: Any) -> CheckpointTensorConverter | None:
     return converter  # type: ignore[no-any-return]
 
 
-def may_be_converted(model_class: Any, config: Any) -> bool:
-    """Whether models of this class have a converter."""
-    spec = plugin_model(config.model_type)
-    return hasattr(model_class, _OF_A_CLASS) or bool(spec and spec.converter)
-
-
 def is_converted_by_plugin(model: Any, folder: Path) -> bool:
     """Whether the model has a converter that takes one of the tensors in ``folder``. Reads headers alone."""
     converter = converter_for(model)
