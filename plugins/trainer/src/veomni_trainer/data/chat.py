@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from veomni_trainer.data.documents import Example, Span
-from veomni_trainer.data.messages import ASSISTANT, Message, check_characters, read_tools
+from veomni_trainer.data.messages import ASSISTANT, Message, check_characters, read_tools, words_of
 from veomni_trainer.data.reading import BadLine, Unreadable
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -23,6 +23,17 @@ _WHAT_TO_DO = (
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 Tools = list[dict[str, Any]] | None
+
+
+class Template(Protocol):
+    """What renders chats: a tokenizer of transformers, or a model's processor."""
+
+    @property
+    def special_tokens_map(self) -> Any: ...
+
+    def get_chat_template(self, *, tools: Any = None) -> str: ...
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
 class Chats:
@@ -40,7 +51,7 @@ class Chats:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Template | PreTrainedTokenizerBase,
         loss_on: Literal["assistant", "all"],
         left_out: Callable[[str], None] = lambda what: None,
     ) -> None:
@@ -150,7 +161,7 @@ def _check_said(messages: list[Message], learned: list[str]) -> None:
     for number, message in enumerate(messages, start=1):
         if message["role"] != ASSISTANT or message.excluded:
             continue
-        said = {"says": [message["content"].rpartition("</think>")[2]], "calls (tool_calls)": [*_called(message)]}
+        said = {"says": [words_of(message).rpartition("</think>")[2]], "calls (tool_calls)": [*_called(message)]}
         if number > last_asked:
             said |= {f"thinks ({key})": [message[key]] for key in _THOUGHTS if isinstance(message.get(key), str)}
         for what, texts in said.items():
@@ -164,7 +175,7 @@ def _check_said(messages: list[Message], learned: list[str]) -> None:
 def _not_rendered(messages: list[Message], tools: Tools, text: str) -> Iterator[str]:
     """What the text of a chat lacks of its turns and tools, beside what is learned."""
     for message in messages:
-        for key, value in message.items():
+        for key, value in {**message, "content": words_of(message)}.items():
             if isinstance(value, str) and key != "role" and not _has(text, value.rpartition("</think>")[2]):
                 yield key if message["role"] == ASSISTANT else f"{key} of {message['role']}"
     for tool in tools or ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from veomni_trainer.data.messages import ONLY_TEXT
 from veomni_trainer.data.reading import BadLine, Unreadable
 from veomni_trainer.data.tables import LIST, TEXT, TURNS, Row
 from veomni_trainer.job.source_keys import Columns
@@ -12,7 +13,8 @@ _MESSAGES = ("messages", "conversations")
 _PROMPTS = ("prompt", "instruction", "question")
 _COMPLETIONS = ("completion", "response", "output", "answer")
 _LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
-_NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
+_MEDIA = {"images": ("images", "image"), "videos": ("videos", "video"), "audios": ("audios", "audio")}
+_NOT_TEXT = tuple(name for names in _MEDIA.values() for name in names)
 _INPUTS, _SYSTEMS = ("input", "context"), ("system", "system_prompt")
 _BESIDE_PROMPTS = ("label", "history", *_INPUTS, *_SYSTEMS)
 
@@ -86,6 +88,18 @@ def find_columns_of(wanted: tuple[str, ...], columns: Mapping[str, str], may_hav
     return Columns(**named, **_beside(columns, may_have_more))
 
 
+def with_media(columns: Columns, there: Mapping[str, str], may_have_more: bool) -> Columns:
+    """The columns, with those of images, videos and audio that have a usual name; later rows may have them too."""
+    if columns.text is not None or columns.input_ids is not None:
+        return columns
+    found = {}
+    for key, names in _MEDIA.items():
+        if getattr(columns, key) is None:
+            here = [name for name in names if name in there]
+            found[key] = here[0] if here else (names[0] if may_have_more else None)
+    return columns.model_copy(update={key: name for key, name in found.items() if name is not None})
+
+
 def names_of(columns: Columns) -> list[str]:
     """The names of the columns that are read."""
     return [name for name in columns.model_dump().values() if name is not None]
@@ -98,12 +112,15 @@ def unread_that_matter(columns: Columns, there: Iterable[str]) -> list[str]:
     return [name for name in (*_NOT_TEXT, *beside) if name in there and name not in read]
 
 
-def check_unread(row: Row, columns: Columns) -> None:
-    """Raise BadLine if ``row`` means something else without a value beside the ``columns`` that are read."""
+def check_unread(row: Row, columns: Columns, no_media: str = ONLY_TEXT) -> None:
+    """Raise BadLine if ``row`` means something else without a value beside the ``columns`` that are read.
+
+    ``no_media`` says why images, video and audio are not read.
+    """
     for name in unread_that_matter(columns, row):
         value = row[name]
         if name in _NOT_TEXT and value:
-            raise BadLine(f"column {name!r} is not empty, and only text is trained on")
+            raise BadLine(f"column {name!r} is not empty, and {no_media}")
         if name == "label" and columns.completion and isinstance(value, (bool, int)) and not value:
             raise BadLine(
                 "column 'label' says that the completion is not wanted, and all completions are learned; "
@@ -133,9 +150,10 @@ def describe(columns: Columns, loss_on: str, form: str = "text") -> str:
         learned = f"those that are learned in {mask!r}" if mask and loss_on != "all" else "all of them learned"
         return f"tokens in column {columns.input_ids!r}, {learned}"
     learned = "everything" if loss_on == "all" else "the assistant's turns" if columns.messages else "the completion"
-    extras = {"inputs": columns.input, "tools": columns.tools, "system prompts": columns.system}
+    media = {f"{kind}s": name for kind, name in columns.media.items()}
+    extras = {"inputs": columns.input, "tools": columns.tools, "system prompts": columns.system, **media}
     if columns.messages is not None:
-        extras = {"tools": columns.tools, "system prompts": columns.system}
+        extras = {"tools": columns.tools, "system prompts": columns.system, **media}
         beside = "".join(f" and their {what} in {name!r}" for what, name in extras.items() if name)
         return f"chats in column {columns.messages!r}{beside}, loss on {learned}"
     beside = "".join(f" and their {what} in {name!r}" for what, name in extras.items() if name and what != "tools")

@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from veomni_core.errors import JobFileError
-from veomni_trainer.data.batches import learned_labels
+from veomni_trainer.data.batches import Batcher, learned_labels
 from veomni_trainer.data.files import find_files
+from veomni_trainer.data.media.batches import MediaBatcher
+from veomni_trainer.data.media.processor import MediaProcessor
 from veomni_trainer.data.mixing import WeightedOrder
 from veomni_trainer.data.read import read_documents
 from veomni_trainer.data.reading import Reading
-from veomni_trainer.data.sequences import Counts, Sequence, Sequences, arrange
+from veomni_trainer.data.sequences import CHAT, Counts, Sequence, Sequences, arrange
 from veomni_trainer.data.streaming import Stream
 from veomni_trainer.data.token_cache import TokenCache, default_folder, key_of, uncached
 from veomni_trainer.data.token_store import TokenStore, write_store
@@ -81,6 +83,7 @@ class Corpus:
         padding: the token id that a batch is padded with.
         notes: what the user should hear of.
         draws: of a mixture, how many sequences a training takes.
+        processor: the model's, of the media in the sequences; ``None`` where there are none.
     """
 
     training: Rows | Stream
@@ -89,6 +92,7 @@ class Corpus:
     padding: int
     notes: tuple[str, ...] = ()
     draws: int = 0
+    processor: MediaProcessor | None = None
 
     @property
     def is_mixed(self) -> bool:
@@ -124,6 +128,11 @@ class Corpus:
         details = [f"  {line}" for source in self.read for line in source.reading.details()]
         return "\n".join([*lines, *details, *self.notes])
 
+    def batcher(self, multiple: int = 1) -> Batcher | MediaBatcher:
+        """What makes batches of its sequences; their padded lengths are multiples of ``multiple``."""
+        batcher = Batcher(self.padding, multiple)
+        return batcher if self.processor is None else MediaBatcher(batcher, self.processor)
+
     @property
     def ends(self) -> dict[int, int]:
         """How many documents that are trained on are learned to end with which token; ``-1``: with none of its own."""
@@ -145,6 +154,9 @@ def read_corpus(data: DataSection, tokenizer: Tokenizer, seed: int = 0) -> Corpu
     """
     corpus = _read(data, tokenizer, seed)
     _check_learned(corpus, data)
+    first = corpus.training.first(_FIRST) if isinstance(corpus.training, Stream) else ()
+    if any(source.reading.media for source in corpus.read) or any(CHAT in each for each in first):
+        return replace(corpus, processor=tokenizer.processor)
     return corpus
 
 
@@ -205,7 +217,8 @@ class _Reader:
     def read(self, key: str, source: Source) -> tuple[Sequences, ReadSource]:
         """The sequences of ``source``, all of them counted as training."""
         data, store = self._data, self._store(key, source)
-        sequences, counts = arrange(store, data.sequence_length, data.packing, self._tokenizer.end, self._seed)
+        end, skips = self._tokenizer.end, source.media_errors == "skip"
+        sequences, counts = arrange(store, data.sequence_length, data.packing, end, self._seed, skips)
         if not counts.sequences:
             raise JobFileError(
                 f"{key}: {counts.tokens:,} tokens are fewer than one sequence of {data.sequence_length:,} "
@@ -223,6 +236,8 @@ class _Reader:
             return uncached(write)
         files = [path for found in find_files(source, Reading(key)) for path in _files_at(found.path)]
         facts = source.model_dump(exclude={"files", "weight"})
+        if self._tokenizer.processor is not None:  # paths of media go from there
+            facts["folders"] = sorted({str(path.parent.absolute()) for path in files})
         return self._cache.get(key_of(files, source=facts, tokenizer=tokenizer.fingerprint), write)
 
 

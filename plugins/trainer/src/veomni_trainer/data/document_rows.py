@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,19 @@ from veomni_trainer.data.columns import (
     find_columns,
     names_of,
     unread_that_matter,
+    with_media,
 )
 from veomni_trainer.data.documents import Document, Example
-from veomni_trainer.data.messages import read_messages
+from veomni_trainer.data.media.placing import has_places
+from veomni_trainer.data.media.rows import MediaRows
+from veomni_trainer.data.messages import Message, read_messages
 from veomni_trainer.data.prompts import PromptReader, text_of, value_of, with_system
 from veomni_trainer.data.reading import BadLine, Reading, Unreadable
 from veomni_trainer.data.tables import Row
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.source_keys import Columns, Source
 
-ReadRow = Callable[[Row], Example | Document | None]
+ReadRow = Callable[[Row, int], Example | Document | None]
 
 
 class DocumentRows:
@@ -37,23 +41,29 @@ class DocumentRows:
         self._source, self._tokenizer, self._reading = source, tokenizer, reading
         self._columns: Columns | None = None
         self._read: ReadRow | None = None
+        self._media: MediaRows | None = None
+        self._is_media = False
 
-    def begin(self, there: Mapping[str, str], has_schema: bool) -> list[str]:
-        """Prepare for the rows of a table with the columns ``there``; returns the names of those to read.
+    def begin(self, there: Mapping[str, str], has_schema: bool, path: Path) -> list[str]:
+        """Prepare for the rows of the table ``path`` with the columns ``there``; returns the names of those to read.
 
         Raises:
             Unreadable: it can't be said which they are, or this tokenizer can't learn from them.
         """
         written = self._source.columns
         if self._columns is None:
-            self._columns = written or find_columns(there, may_have_more=not has_schema)
+            found = written or find_columns(there, may_have_more=not has_schema)
+            if not self._tokenizer.no_media:
+                found = with_media(found, there, may_have_more=not has_schema)
+            self._columns, self._is_media = found, any(name in there for name in found.media.values())
             self._read = self._reader(self._columns)
             self._reading.unused = [name for name in there if name not in names_of(self._columns)]
+        self._path, self._unit = path, "row" if has_schema and path.suffix != ".csv" else "line"
         if has_schema:  # tools are left out where a chat has none, unless the job names their column
             check_columns(names_of(written or self._columns.model_copy(update={"tools": None})), there)
         return [*names_of(self._columns), *unread_that_matter(self._columns, there)]
 
-    def read(self, row: Row) -> Example | Document | None:
+    def read(self, row: Row, number: int) -> Example | Document | None:
         """The document of a row, or ``None`` of a row without text.
 
         Raises:
@@ -61,8 +71,9 @@ class DocumentRows:
         """
         if self._read is None or self._columns is None:
             raise BadLine("an object without columns")
-        check_unread(row, self._columns)
-        return self._read(row)
+        no_media = self._tokenizer.no_media or "only chats have places for it; name messages, or prompt and completion"
+        check_unread(row, self._columns, no_media)
+        return self._read(row, number)
 
     def show(self, read: Example | Document) -> None:
         """Keep the first row, as the user may see it."""
@@ -79,10 +90,11 @@ class DocumentRows:
             raise Unreadable("has prompts, and data.columns names no completion, which this train.method learns")
         if columns.chosen is not None:
             raise Unreadable("has answers of which one is preferred, and this train.method learns completions")
-        prompts = PromptReader(columns, self._source.prompt_format, tokenizer.chats is not None)
+        form, no_media = self._source.prompt_format, tokenizer.no_media
+        prompts = PromptReader(columns, form, tokenizer.chats is not None, no_media, self._is_media)
         self._reading.columns = describe(columns, loss_on, prompts.form)
         if columns.input_ids is not None:
-            return lambda row: _tokens(row, columns, loss_on, tokenizer.vocab_size)
+            return lambda row, number: _tokens(row, columns, loss_on, tokenizer.vocab_size)
         if columns.text is None and loss_on == "assistant" and not tokenizer.has_offsets:
             raise Unreadable(
                 "can't be learned in part, since this tokenizer doesn't say which characters a token stands for. Write "
@@ -90,32 +102,49 @@ class DocumentRows:
             )
         text, messages, tools = columns.text, columns.messages, columns.tools or ""
         if text is not None:
-            return lambda row: Example(written) if (written := text_of(row, text)) else None
-        chats = Chats(tokenizer.chats, loss_on, self._reading.not_rendered) if tokenizer.chats else None
+            return lambda row, number: Example(written) if (written := text_of(row, text)) else None
+        self._chats = Chats(tokenizer.chats, loss_on, self._reading.not_rendered) if tokenizer.chats else None
         if messages is None:
-            return lambda row: _pair(row, prompts, chats, tools, loss_on)
+            return lambda row, number: self._pair(row, number, prompts, tools)
         prompts.check_template(messages)
-        assert chats is not None
         system = columns.system or ""
-        return lambda row: chats.example(
-            with_system(read_messages(value_of(row, messages)), text_of(row, system) if row.get(system) else ""),
-            row.get(tools),
-        )
 
+        def turns(row: Row) -> list[Message]:
+            read = read_messages(value_of(row, messages), no_media=no_media)
+            return with_system(read, text_of(row, system) if row.get(system) else "")
 
-def _pair(row: Row, prompts: PromptReader, chats: Chats | None, tools: str, loss_on: str) -> Example:
-    """A prompt and what follows it. The end token is learned too, since the completion ends there."""
-    prompt, answers = prompts.read(row, ("completion",))
-    completion = answers["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
-        if row.get(tools):
-            raise BadLine(f"column {tools!r} is not empty, and texts have no place for tools")
-        text = prompt + completion
-        return Example(text, None if loss_on == "all" else ((len(prompt), len(text)),))
-    assert chats is not None and not isinstance(prompt, str) and not isinstance(completion, str)
-    for message in prompt if loss_on != "all" else ():
-        message.excluded = True
-    return chats.example([*prompt, *completion], row.get(tools))
+        return lambda row, number: self._chat(row, number, turns(row), tools)
+
+    def _pair(self, row: Row, number: int, prompts: PromptReader, tools: str) -> Example | Document:
+        """A prompt and what follows it. The end token is learned too, since the completion ends there."""
+        loss_on = self._source.loss_on
+        prompt, answers = prompts.read(row, ("completion",))
+        completion = answers["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            if row.get(tools):
+                raise BadLine(f"column {tools!r} is not empty, and texts have no place for tools")
+            assert self._columns is not None
+            if beside := [name for name in self._columns.media.values() if row.get(name)]:
+                raise BadLine(f"column {beside[0]!r} is not empty, and texts have no place for it; chats have")
+            text = prompt + completion
+            return Example(text, None if loss_on == "all" else ((len(prompt), len(text)),))
+        assert not isinstance(prompt, str) and not isinstance(completion, str)
+        for message in prompt if loss_on != "all" else ():
+            message.excluded = True
+        return self._chat(row, number, [*prompt, *completion], tools)
+
+    def _chat(self, row: Row, number: int, messages: list[Message], tools: str) -> Example | Document:
+        """A chat; one with media, or from a table that has columns of them, by the model's processor."""
+        assert self._columns is not None and self._chats is not None
+        columns = self._columns.media
+        processor, placeholders = self._tokenizer.processor, self._source.placeholders
+        here = any(row.get(name) for name in columns.values()) or self._is_media or has_places(messages, placeholders)
+        if processor is None or not here:
+            return self._chats.example(messages, row.get(tools))
+        if self._media is None:
+            self._media = MediaRows(self._source, columns, processor, self._reading)
+        origin = f"{self._path}, {self._unit} {number}"
+        return self._media.document(row, messages, row.get(tools), self._path.absolute().parent, origin)
 
 
 def _tokens(row: Row, columns: Columns, loss_on: str, vocabulary: int) -> Document | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from veomni_trainer.data.media.rows import MediaChat
 
 Tokens: TypeAlias = NDArray[np.unsignedinteger]
 Mask: TypeAlias = NDArray[np.bool_]
@@ -35,7 +38,9 @@ class Document:
     Attributes:
         ids: ``[tokens]``.
         learned: ``[tokens]``, which tokens the loss is computed for, such as an assistant's turns; ``None``: for all.
+        chat: the rendered chat and its media, of a row of a table with media.
     """
 
     ids: Tokens
     learned: Mask | None = None
+    chat: MediaChat | None = None

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from veomni_trainer.data.corpus import Corpus
+from veomni_trainer.data.media.rows import MediaChat
 from veomni_trainer.data.sequences import Sequence
 from veomni_trainer.data.streaming import Stream
 
@@ -31,7 +32,9 @@ def fingerprint(corpus: Corpus) -> str:
 
 
 def _as_bytes(value: Any) -> bytes:
-    """A tensor's numbers; what else is in a row, such as text, as JSON."""
+    """A tensor's numbers; of a chat with media its text; what else is in a row, such as text, as JSON."""
+    if isinstance(value, MediaChat):
+        return value.text.encode()
     return value.numpy().tobytes() if isinstance(value, Tensor) else json.dumps(value).encode()
 
 

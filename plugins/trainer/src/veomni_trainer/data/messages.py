@@ -1,4 +1,8 @@
-"""Reads the turns of a chat, in OpenAI's form (``role``, ``content``) or ShareGPT's (``from``, ``value``)."""
+"""Reads the turns of a chat, in OpenAI's form (``role``, ``content``) or ShareGPT's (``from``, ``value``).
+
+The content of a turn is text, or a list of parts: ``{"type": "text", "text": ...}``, and ``{"type": "image"}`` (or
+``video``, ``audio``) with its ``source``, or without one where a column of the row has it.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,12 @@ class Message(dict[str, Any]):
 
 
 ASSISTANT = "assistant"
+ONLY_TEXT = "only text is trained on"
+_KINDS = {  # of a part, in the words of OpenAI, transformers and TRL
+    **{"text": "text", "input_text": "text", "image": "image", "image_url": "image", "input_image": "image"},
+    **{"video": "video", "video_url": "video", "audio": "audio", "audio_url": "audio", "input_audio": "audio"},
+}
+_SOURCES = ("url", "path", "base64", "data", "bytes")
 _EXCLUDING = ("train", "training", "loss", "weight")  # false, or 0, on a turn: it is not to be trained on
 _ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 _CALLS = "function_call"  # ShareGPT's turn that holds calls as JSON
@@ -31,8 +41,13 @@ _SHAREGPT_ROLES = {
 }
 
 
-def read_messages(value: Any, learned: bool = True) -> list[Message]:
+def read_messages(value: Any, learned: bool = True, no_media: str = ONLY_TEXT) -> list[Message]:
     """The turns as chat templates take them; ``value`` may be JSON text, as in a CSV file.
+
+    Args:
+        value: the turns.
+        learned: whether some of them must be learned.
+        no_media: why turns may hold no images, video and audio; empty if they may.
 
     Raises:
         BadLine: they are no turns; there is none of the assistant's in a chat to be ``learned`` from; or some turns of
@@ -41,7 +56,7 @@ def read_messages(value: Any, learned: bool = True) -> list[Message]:
     turns = _parsed(value, "the chat")
     if not turns:
         raise BadLine("a chat without turns")
-    messages = [_message(turn, f"turn {number}") for number, turn in enumerate(turns, start=1)]
+    messages = [_message(turn, f"turn {number}", no_media) for number, turn in enumerate(turns, start=1)]
     taught = [message for message in messages if message["role"] == ASSISTANT]
     if learned and not taught:
         raise BadLine("a chat without a turn of the assistant")
@@ -84,7 +99,13 @@ def _parsed(value: Any, what: str) -> list[Any]:
     return value
 
 
-def _message(turn: Any, where: str) -> Message:
+def words_of(message: Mapping[str, Any]) -> str:
+    """The text of a turn, without what stands between its parts."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _message(turn: Any, where: str, no_media: str) -> Message:
     if not isinstance(turn, Mapping):
         raise BadLine(f"{where} must be a mapping, got {shown(turn)}")
     turn = {key: value for key, value in turn.items() if value is not None}
@@ -102,7 +123,7 @@ def _message(turn: Any, where: str) -> Message:
     if role == _CALLS:
         turn["tool_calls"], content = _calls_in(content, where), None
     calls = _tool_calls(turn.pop("tool_calls", []), where)
-    text = _content(content, where)
+    text = _content(content, where, no_media)
     if roles[role] == ASSISTANT and not text and not calls:
         raise BadLine(f"{where} is an empty turn of the assistant")
     message = Message({**turn, "role": roles[role], "content": text, **({"tool_calls": calls} if calls else {})})
@@ -110,18 +131,31 @@ def _message(turn: Any, where: str) -> Message:
     return message
 
 
-def _content(content: Any, where: str) -> str:
-    """The text of a turn; of a list of parts, all of them joined."""
+def _content(content: Any, where: str, no_media: str) -> str | list[dict[str, Any]]:
+    """The text of a turn; of a list of parts, all of them joined, unless there are others than text."""
     if content is None:
         return ""
     if isinstance(content, list):
-        kinds = [part.get("type") if isinstance(part, dict) else shown(part) for part in content]
-        if others := [kind for kind in kinds if kind != "text"]:
-            raise BadLine(f"{where} has a part of type {others[0]!r}; only text is trained on")
-        return "".join(_content(part.get("text"), where) for part in content)
+        parts = [_part(part, where, no_media) for part in content]
+        if any(part["type"] != "text" for part in parts):
+            return parts
+        return "".join(part["text"] for part in parts)
     if not isinstance(content, str):
         raise BadLine(f"the content of {where} must be text, got {shown(content)}")
     return content
+
+
+def _part(part: Any, where: str, no_media: str) -> dict[str, Any]:
+    written = part.get("type") if isinstance(part, dict) else shown(part)
+    kind = _KINDS.get(written) if isinstance(written, str) else None
+    if kind is None or (kind != "text" and no_media):
+        raise BadLine(f"{where} has a part of type {written!r}; {no_media or 'known are ' + ', '.join(_KINDS)}")
+    if kind == "text":
+        return {"type": kind, "text": _content(part.get("text"), where, no_media)}
+    source = next((part[key] for key in (written, kind, *_SOURCES) if part.get(key) is not None), None)
+    while isinstance(source, Mapping) and "path" not in source and "bytes" not in source:  # OpenAI nests it
+        source = next((source[key] for key in _SOURCES if source.get(key) is not None), None)
+    return {"type": kind, **({} if source is None else {"source": source})}
 
 
 def _calls_in(text: Any, where: str) -> list[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from veomni_core.commands import shown
-from veomni_trainer.data.messages import ASSISTANT, Message, check_characters, read_messages
+from veomni_trainer.data.messages import ASSISTANT, ONLY_TEXT, Message, check_characters, read_messages, words_of
 from veomni_trainer.data.reading import BadLine, Unreadable
 from veomni_trainer.data.tables import Row
 from veomni_trainer.job.source_keys import Columns
@@ -23,12 +23,16 @@ class PromptReader:
             inputs or system prompts are chats, or have Alpaca's headings without a chat template; others stay as they
             are.
         has_template: whether the tokenizer can render chats.
+        no_media: why turns may hold no images, video and audio; empty if they may.
+        is_media: whether there are columns of these, so that prompts are chats.
     """
 
-    def __init__(self, columns: Columns, form: str | None, has_template: bool) -> None:
-        instructs = columns.prompt == "instruction" or bool(columns.input or columns.system)
+    def __init__(
+        self, columns: Columns, form: str | None, has_template: bool, no_media: str = ONLY_TEXT, is_media: bool = False
+    ) -> None:
+        instructs = columns.prompt == "instruction" or bool(columns.input or columns.system) or is_media
         self.form = form or (("chat" if has_template else "alpaca") if instructs else "text")
-        self._columns, self._has_template = columns, has_template
+        self._columns, self._has_template, self._no_media = columns, has_template, no_media
 
     def read(self, row: Row, names: tuple[str, ...]) -> tuple[Said, dict[str, Said]]:
         """The prompt of a row, and its answers under ``names``: all of them text, or all turns.
@@ -90,7 +94,7 @@ class PromptReader:
         else:
             found, rest = _shared(answers)  # type: ignore[assignment]
             found = self._with_system(row, found)
-        contents = [each["content"] for each in found]
+        contents = [words_of(each) for each in found]
         if isinstance(prompt, list) and prompt != found:
             raise BadLine("the turns of the prompt are not those with which the answers begin")
         if isinstance(prompt, str) and prompt.strip() not in (each.strip() for each in contents):
@@ -112,7 +116,7 @@ class PromptReader:
 
     def _turns(self, value: Any, name: str, learned: bool) -> list[Message]:
         self.check_template(name)
-        return read_messages(value, learned)
+        return read_messages(value, learned, self._no_media)
 
     def check_template(self, name: str) -> None:
         """Raise Unreadable if the turns in the column ``name`` can't be rendered."""

@@ -11,7 +11,7 @@ from veomni_core.errors import JobFileError
 from veomni_trainer.data.document_rows import DocumentRows
 from veomni_trainer.data.documents import Document, Example
 from veomni_trainer.data.files import DATASET, HUB, TEXT, FoundFile, find_files, other_kind
-from veomni_trainer.data.reading import BadLine, Reading, Unreadable
+from veomni_trainer.data.reading import BadLine, BadMedia, Reading, Unreadable
 from veomni_trainer.data.tables import CsvTable, JsonLinesTable, JsonTable, Row, Table
 from veomni_trainer.data.text import read_text
 from veomni_trainer.data.tokens import Tokenizer
@@ -34,12 +34,12 @@ class Rows(Protocol[Item]):
     needs: str
     """The columns that a table must have, for messages; empty where a file of text is an item too."""
 
-    def begin(self, there: Mapping[str, str], has_schema: bool) -> Collection[str]:
-        """The names of the columns to read of a table with the columns ``there``. Raises Unreadable."""
+    def begin(self, there: Mapping[str, str], has_schema: bool, path: Path) -> Collection[str]:
+        """The names of the columns to read of the table ``path`` with the columns ``there``. Raises Unreadable."""
         ...
 
-    def read(self, row: Row) -> Item | None:
-        """What a row is; ``None`` if it is empty. Raises BadLine, or Unreadable."""
+    def read(self, row: Row, number: int) -> Item | None:
+        """What the row of that number is; ``None`` if it is empty. Raises BadLine, or Unreadable."""
         ...
 
     def show(self, read: Item) -> None:
@@ -156,15 +156,15 @@ class _SourceReader:
     def _table(self, file: FoundFile, file_format: str) -> Iterator[Any]:
         table = open_table(file.path, file_format, self._source, self._streaming)
         there = table.columns()
-        wanted = self._rows.begin(there, table.has_schema) if there else ()
+        wanted = self._rows.begin(there, table.has_schema, file.path) if there else ()
         number = 0
         for number, row in table.rows(wanted):
             try:
                 if isinstance(row, BadLine):
                     raise row
-                item = self._rows.read(row)
+                item = self._rows.read(row, number)
             except BadLine as problem:
-                self._bad_line(f"{file.path}, {table.unit} {number}: {problem}")
+                self._bad_line(f"{file.path}, {table.unit} {number}: {problem}", isinstance(problem, BadMedia))
             except Unreadable as problem:
                 raise JobFileError(f"{self._reading.key}: {file.path}, {table.unit} {number}: {problem}") from None
             else:
@@ -183,12 +183,13 @@ class _SourceReader:
         self._reading.documents += 1
         return item
 
-    def _bad_line(self, problem: str) -> None:
-        if self._source.bad_lines == "stop":
+    def _bad_line(self, problem: str, is_media: bool) -> None:
+        key, such = ("media_errors", "rows") if is_media else ("bad_lines", "lines")
+        if getattr(self._source, key) == "stop":
             stop = "" if problem.endswith((".", "?")) else "."
-            what_to_do = "Correct it, or write data.bad_lines: skip to leave such lines out"
+            what_to_do = f"Correct it, or write data.{key}: skip to leave such {such} out"
             raise JobFileError(f"{self._reading.key}: {problem}{stop} {what_to_do}")
-        self._reading.skip_line(problem)
+        self._reading.skip_line(problem, is_media)
 
     def _leave_out(self, file: FoundFile, reason: str) -> None:
         """Leave out a file without text, unless the job names it itself."""

@@ -18,6 +18,10 @@ class BadLine(Exception):
     """A line or row can't be read, for the reason in the message. ``data.bad_lines: skip`` leaves it out."""
 
 
+class BadMedia(BadLine):
+    """An image, a video or audio of a row can't be read. ``data.media_errors: skip`` leaves the row out."""
+
+
 class Unreadable(Exception):
     """A file can't be read, or not as the job says; the message continues a sentence that begins with its path."""
 
@@ -39,6 +43,10 @@ class Reading:
         empty_rows: how many rows were left out since their text is empty.
         bad_lines: how many lines were left out since they can't be read.
         first_bad_lines: where the first of them are, and what is wrong with them.
+        media: how many images, videos and audio were read, by kind.
+        media_tokens: how many tokens of the documents stand for them.
+        bad_media: how many rows were left out since one of those can't be read.
+        pictures: the first images, ``{"picture": a small one as a data URI, "text": what goes with it}``.
     """
 
     key: str = "data.files"
@@ -53,6 +61,10 @@ class Reading:
     empty_rows: int = 0
     bad_lines: int = 0
     first_bad_lines: list[str] = field(default_factory=list)
+    media: dict[str, int] = field(default_factory=dict)
+    media_tokens: int = 0
+    bad_media: int = 0
+    pictures: list[dict[str, str]] = field(default_factory=list)
 
     def read_file(self, file_format: str) -> None:
         """Count a file that was read."""
@@ -62,9 +74,10 @@ class Reading:
         """Count a file that is left out. The part of ``reason`` before a colon is the same for all such files."""
         self.skipped.setdefault(reason.removeprefix("is ").partition(":")[0], []).append(str(path))
 
-    def skip_line(self, problem: str) -> None:
+    def skip_line(self, problem: str, is_media: bool = False) -> None:
         """Count a bad line; ``problem`` names its file and number."""
         self.bad_lines += 1
+        self.bad_media += is_media
         if len(self.first_bad_lines) < _KEPT:
             self.first_bad_lines.append(problem)
 
@@ -106,12 +119,21 @@ class Reading:
         if not self.columns:
             return f"{sum(self.files.values()):,} files"
         files = ", ".join(f"{count:,} {name}" for name, count in self.files.items())
-        return f"{files}: {self.documents:,} documents, {self.columns}"
+        return f"{files}: {self.documents:,} documents, {self.columns}{self._media()}"
+
+    def _media(self) -> str:
+        """``; 12 images and 1 video, which are 1,040 of the tokens``."""
+        if not self.media:
+            return ""
+        counted = " and ".join(f"{count:,} {kind}{'' if count == 1 else 's'}" for kind, count in self.media.items())
+        return f"; {counted}, which are {self.media_tokens:,} of the tokens"
 
     def _left_out(self) -> Iterable[str]:
         files = [f"{len(paths)} {reason} ({_some(paths)})" for reason, paths in self.skipped.items()]
         if self.empty_rows:
             files.append(f"{self.empty_rows:,} rows without text")
+        if self.bad_media:
+            files.append(f"{self.bad_media:,} rows with media that can't be read")
         if self.bad_lines:
             first = self.first_bad_lines[:_SHOWN]
             more = ["..."] if self.bad_lines > len(first) else []

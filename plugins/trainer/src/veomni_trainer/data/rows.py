@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from datasets import Dataset, Features, Json
@@ -135,7 +136,7 @@ class _MethodRows:
         self._classifies, self._draws = train.method == "classify", train.columns == PROMPTS
         self._columns: Columns | None = None
 
-    def begin(self, there: Mapping[str, str], has_schema: bool) -> list[str]:
+    def begin(self, there: Mapping[str, str], has_schema: bool, path: Path) -> list[str]:
         if self._classifies:
             check_columns(self._wanted, there)
             self._columns = Columns(text=self._wanted[0])
@@ -155,7 +156,7 @@ class _MethodRows:
         self._reading.unused = self._reading.unused or [name for name in there if name not in used]
         return [*used, *unread_that_matter(self._columns, there)]
 
-    def read(self, row: Row) -> dict[str, Any]:
+    def read(self, row: Row, number: int) -> dict[str, Any]:
         assert self._columns is not None
         check_unread(row, self._columns)
         tools: list[dict[str, Any]] | None = None

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from veomni_core.errors import JobFileError
 from veomni_core.kernels import IGNORED
 from veomni_trainer.data.documents import Mask
 from veomni_trainer.data.packing import Indices, Pieces, pack
 from veomni_trainer.data.token_store import TokenStore
 
-Sequence = dict[str, Tensor]
+Sequence = dict[str, Any]  # of tensors; and of a chat with media, the chat
+CHAT = "chat"
 
 
 class Sequences(Dataset[Sequence]):
@@ -66,11 +69,18 @@ class JoinedText(Sequences):
 
 
 class SingleDocuments(Sequences):
-    """One document per sequence; a longer one is cut off."""
+    """One document per sequence; a longer one is cut off. One with media has its chat too, as ``chat``.
 
-    def __init__(self, store: TokenStore, length: int) -> None:
+    Args:
+        store: the documents.
+        length: of a sequence, at most.
+        kept: the numbers of the documents that are sequences; by default all.
+    """
+
+    def __init__(self, store: TokenStore, length: int, kept: Indices | None = None) -> None:
         super().__init__(store, length)
-        self._pieces = Pieces.of(store.starts, store.ends, length, split=False)
+        self._kept = np.arange(len(store.ends)) if kept is None else kept
+        self._pieces = Pieces.of(store.starts[self._kept], store.ends[self._kept], length, split=False)
 
     def __len__(self) -> int:
         return len(self._pieces.starts)
@@ -81,7 +91,8 @@ class SingleDocuments(Sequences):
 
     def _sequence(self, index: int) -> Sequence:
         ids, labels = self._tokens(int(self._pieces.starts[index]), int(self._pieces.lengths[index]))
-        return {"input_ids": ids, "labels": labels}
+        chat = self._store.chats[int(self._kept[index])] if self._store.chats is not None else None
+        return {"input_ids": ids, "labels": labels, **({} if chat is None else {CHAT: chat})}
 
 
 class PackedDocuments(Sequences):
@@ -136,6 +147,7 @@ class Counts:
         fill_rate: of packed sequences, the part that is not padding.
         learned: how many labels are learned.
         learned_whole: how many would be, if no document were cut off.
+        media_cut_off: how many documents were left out, since their media would be cut off.
     """
 
     tokens: int
@@ -145,6 +157,7 @@ class Counts:
     fill_rate: float | None = None
     learned: int = 0
     learned_whole: int = 0
+    media_cut_off: int = 0
 
     def describe(self) -> str:
         """``6 tokens, 3 sequences, 0 tokens left over``."""
@@ -153,6 +166,8 @@ class Counts:
             words.append(f"{self.fill_rate:.1%} full")
         if self.truncated:
             words.append(f"{self.truncated:,} documents cut off at data.sequence_length")
+        if self.media_cut_off:
+            words.append(f"{self.media_cut_off:,} rows left out, whose media end after data.sequence_length")
         if self.learned < self.learned_whole:
             words.append(f"{self.learned:,} of {self.learned_whole:,} learned tokens left")
         if self.left_over:
@@ -160,14 +175,21 @@ class Counts:
         return ", ".join(words)
 
 
-def arrange(store: TokenStore, length: int, packing: bool, padding: int, seed: int) -> tuple[Sequences, Counts]:
+def arrange(
+    store: TokenStore, length: int, packing: bool, padding: int, seed: int, skips_media: bool = False
+) -> tuple[Sequences, Counts]:
     """The documents of ``store`` as sequences of at most ``length``.
 
-    Without ``packing``, documents of which everything is learned are text and joined; others get a sequence each.
+    A document whose media would be cut off is an error, or left out if ``skips_media``. Without ``packing``, documents
+    of which everything is learned are text and joined; others get a sequence each.
     """
     sequences: Sequences
     counts = Counts(len(store.ids), 0)
-    if packing:
+    if store.chats is not None:
+        kept = _with_whole_media(store, length, packing, skips_media)
+        counts = replace(counts, media_cut_off=len(store.ends) - len(kept))
+        sequences = SingleDocuments(store, length, kept)
+    elif packing:
         packed = sequences = PackedDocuments(store, length, padding, seed)
         counts = replace(counts, fill_rate=packed.fill_rate if len(packed) else 0.0)
     elif store.learned is None:
@@ -181,6 +203,30 @@ def arrange(store: TokenStore, length: int, packing: bool, padding: int, seed: i
     if counts.truncated:
         whole = int(learned_in(store, Pieces(store.starts, store.ends - store.starts)).sum())
     return sequences, replace(counts, sequences=len(sequences), learned=learned, learned_whole=whole)
+
+
+def _with_whole_media(store: TokenStore, length: int, packing: bool, skips: bool) -> Indices:
+    """The documents whose media are within ``length`` tokens.
+
+    Raises:
+        JobFileError: the others are not to be left out, or documents are to be packed.
+    """
+    assert store.chats is not None
+    if packing:
+        raise JobFileError(
+            "data.packing: rows with images, video or audio can't be packed, since their positions are the model's "
+            "own; write data.packing: false"
+        )
+    kept = []
+    for number, chat in enumerate(store.chats):
+        if chat is None or chat.last <= length:
+            kept.append(number)
+        elif not skips:
+            raise JobFileError(
+                f"{chat.origin}: its media end at token {chat.last:,}, and data.sequence_length is {length:,}, which "
+                "would cut them off. Raise it, lower data.image_pixels, or write data.media_errors: skip"
+            )
+    return np.asarray(kept, np.int64)
 
 
 def learned_in(store: TokenStore, pieces: Pieces) -> Indices:

@@ -79,7 +79,8 @@ class Stream(IterableDataset[Sequence]):
     def _of_source(self, key: str, source: Source) -> Iterator[Sequence]:
         for number, window in enumerate(self._windows(key, source)):
             data = self._data
-            yield from arrange(window, data.sequence_length, data.packing, self._tokenizer.end, self._seed + number)[0]
+            end, skips = self._tokenizer.end, source.media_errors == "skip"
+            yield from arrange(window, data.sequence_length, data.packing, end, self._seed + number, skips)[0]
 
     def _windows(self, key: str, source: Source) -> Iterator[TokenStore]:
         """The source's documents, some at a time; joined text goes on in the next window."""

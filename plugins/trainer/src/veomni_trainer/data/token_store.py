@@ -17,6 +17,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from veomni_trainer.data.documents import Document, Mask, Tokens
+from veomni_trainer.data.media.index import CHATS, ChatWriter, StoredChats
+from veomni_trainer.data.media.rows import MediaChat
 from veomni_trainer.data.reading import Reading
 
 _IDS, _ENDS, _LEARNED, _INDEX = "ids.bin", "ends.bin", "learned.bin", "index.json"
@@ -36,12 +38,14 @@ class TokenStore:
         ends: ``[documents]``: where in ``ids`` each document ends.
         learned: ``[tokens]``, which tokens the loss is computed for; ``None``: for all, and the documents are text.
         reading: what was read and left out.
+        chats: ``[documents]``: the chats with media, each ``None`` where a document is none; ``None``: there are none.
     """
 
     ids: Tokens
     ends: NDArray[np.int64]
     learned: Mask | None
     reading: Reading = field(default_factory=Reading)
+    chats: Sequence[MediaChat | None] | None = None
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -56,7 +60,9 @@ def store_in_memory(documents: Sequence[Document]) -> TokenStore:
         masks = (np.ones(len(each.ids), np.bool_) if each.learned is None else each.learned for each in documents)
         learned = np.concatenate([*masks])
     ids = np.concatenate([document.ids for document in documents])
-    return TokenStore(ids, np.cumsum([len(document.ids) for document in documents], dtype=np.int64), learned)
+    ends = np.cumsum([len(document.ids) for document in documents], dtype=np.int64)
+    chats = [document.chat for document in documents]
+    return TokenStore(ids, ends, learned, chats=chats if any(chats) else None)
 
 
 def write_store(folder: Path, documents: Iterator[Document], reading: Reading, vocabulary: int) -> None:
@@ -67,6 +73,7 @@ def write_store(folder: Path, documents: Iterator[Document], reading: Reading, v
     dtype = np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
     ends = array("q")
     tokens, masked = 0, False
+    chats = ChatWriter(folder)
     with (folder / _IDS).open("wb") as ids, (folder / _LEARNED).open("wb") as learned:
         for document in documents:
             _write(ids, document.ids, dtype)
@@ -78,12 +85,14 @@ def write_store(folder: Path, documents: Iterator[Document], reading: Reading, v
                 _write_ones(learned, len(document.ids)) if mask is None else _write(learned, mask, np.dtype(np.bool_))
             tokens += len(document.ids)
             ends.append(tokens)
+            chats.add(document.chat)
+    chats.close()
     (folder / _ENDS).write_bytes(ends.tobytes())
     if not masked:
         (folder / _LEARNED).unlink()
     index = {
         "dtype": dtype.name,
-        "checksums": {path.name: checksum(path) for path in sorted(folder.glob("*.bin"))},
+        "checksums": {path.name: checksum(path) for path in sorted([*folder.glob("*.bin"), *folder.glob(CHATS)])},
         "reading": reading.to_dict(),
     }
     (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
@@ -101,11 +110,15 @@ def read_store(folder: Path) -> TokenStore:
             if checksum(folder / name) != expected:
                 raise DamagedStore(f"{name} was changed or cut off")
         learned = _mapped(folder / _LEARNED, np.dtype(np.bool_)) if _LEARNED in index["checksums"] else None
+        chats = StoredChats(folder) if CHATS in index["checksums"] else None
+        if chats is not None and (path := chats.changed()):
+            raise DamagedStore(f"{path} is not what it was when it was read")
         return TokenStore(
             _mapped(folder / _IDS, np.dtype(index["dtype"])),
             _mapped(folder / _ENDS, np.dtype(np.int64)),
             learned,
             Reading(**index["reading"]),
+            chats,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedStore(" ".join(str(error).split())) from error

@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from veomni_core.errors import JobFileError, did_you_mean
+from veomni_core.errors import ConfigError, JobFileError, did_you_mean
 from veomni_trainer.data.chat import check_template
 from veomni_trainer.data.documents import Document, Example, Mask, Span, Tokens
+from veomni_trainer.data.media.processor import FILES, MediaProcessor, has_processor
+from veomni_trainer.data.messages import ONLY_TEXT
 from veomni_trainer.job.data_section import BYTES
+from veomni_trainer.job.media_keys import PixelBudget
 from veomni_transformers.jobs.hub_snapshots import is_hub_id, nearest, snapshot
 from veomni_transformers.plugin_models import tokenizer_in
 
@@ -35,6 +38,8 @@ class ByteTokenizer:
         chats: what renders chats; ``None`` without a chat template.
         has_offsets: whether it says which characters a token stands for, so that parts of a text can be learned.
         pretrained: it as transformers' tokenizer; ``None`` if it is none.
+        processor: the model's processor of images, video and audio; ``None`` if there is none.
+        no_media: why rows may have none of these; empty if they may.
         fingerprint: a hash of all that decides which ids a text gets, its chat template included.
     """
 
@@ -43,6 +48,8 @@ class ByteTokenizer:
     chats: PreTrainedTokenizerBase | None = None
     has_offsets = True
     pretrained: PreTrainedTokenizerBase | None = None
+    processor: MediaProcessor | None = None
+    no_media = ONLY_TEXT
     fingerprint = BYTES
 
     def encode(self, examples: Sequence[Example]) -> list[Document]:
@@ -70,8 +77,9 @@ class ByteTokenizer:
 class PretrainedTokenizer:
     """The same of a tokenizer of transformers. A text begins with the tokens that it puts there, as in generation."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end: int) -> None:
-        self._tokenizer, self.end = tokenizer, end
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end: int, processor: MediaProcessor | None = None) -> None:
+        self._tokenizer, self.end, self.processor = tokenizer, end, processor
+        self.no_media = "" if processor else ONLY_TEXT
         self.pretrained: PreTrainedTokenizerBase | None = tokenizer
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
         self.has_offsets = tokenizer.is_fast
@@ -115,6 +123,8 @@ class PretrainedTokenizer:
         return _end_in(document, self._special)
 
     def save(self, folder: Path) -> None:
+        if self.processor is not None:
+            self.processor.save(folder)
         self._tokenizer.save_pretrained(folder)
 
 
@@ -122,7 +132,11 @@ Tokenizer = ByteTokenizer | PretrainedTokenizer
 
 
 def load_tokenizer(
-    name: str, end_of_document: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
+    name: str,
+    end_of_document: str | None = None,
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+    pixels: PixelBudget | None = None,
 ) -> Tokenizer:
     """The tokenizer named ``bytes``, or the one in a folder or file, or of a Hub id.
 
@@ -131,8 +145,10 @@ def load_tokenizer(
         end_of_document: the token that ends a document; by default its end of sequence, or else one with a usual name.
         chat_template: the path of a Jinja file, in place of the tokenizer's own template.
         trust_remote_code: whether code that comes with the tokenizer may run.
+        pixels: the sizes of images, for the processor in the same folder.
 
     Raises:
+        ConfigError: there are ``pixels``, and no processor.
         JobFileError: the file doesn't exist, isn't a tokenizer, or has no token that ends a document; the chat template
             can't be read; or bytes are given what they have no use for.
     """
@@ -148,7 +164,13 @@ def load_tokenizer(
         tokenizer.chat_template = _read_template(Path(chat_template))
         if problem := check_template(tokenizer):
             raise JobFileError(f"data.chat_template: {chat_template}, {problem}")
-    return PretrainedTokenizer(tokenizer, _end_of_document(tokenizer, name, end_of_document))
+    processor = None
+    if path.is_dir() and has_processor(path):
+        template = tokenizer.chat_template if chat_template is not None else None
+        processor = MediaProcessor(path, tokenizer, template, pixels, trust_remote_code)
+    elif pixels is not None:
+        raise ConfigError(f"data.image_pixels: {name} has no processor of images ({', '.join(FILES)}); leave it out")
+    return PretrainedTokenizer(tokenizer, _end_of_document(tokenizer, name, end_of_document), processor)
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field, field_serializer, model_validator
 
+from veomni_trainer.job.media_keys import PixelBudget
 from veomni_trainer.job.section import Number
 from veomni_trainer.job.sequence_keys import SequenceKeys
 from veomni_trainer.job.source_keys import Files, ReadingKeys, Source
@@ -34,6 +35,8 @@ class DataSection(ReadingKeys, SequenceKeys):
     """The path of a Jinja file with the chat template, in place of the tokenizer's own."""
     end_of_document: str | None = None
     """The tokenizer's token that ends a document; by default a token with a usual name."""
+    image_pixels: PixelBudget | None = None
+    """Between how many pixels the model's processor resizes an image to, ``{min, max}``; by default as it is set up."""
     validation_fraction: Number = Field(default=0.0, ge=0.0, le=0.5)
     """The part of the sequences that is held out for validation."""
 

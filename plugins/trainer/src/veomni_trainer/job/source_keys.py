@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from veomni_trainer.job.media_keys import MediaKeys
 from veomni_trainer.job.section import Number, Section
 
 
@@ -59,6 +60,18 @@ class Columns(Section):
     """The column that says which tokens are learned, by 1 and 0."""
     attention_mask: str | None = None
     """The column that says which tokens are none but padding, by 0."""
+    images: str | None = None
+    """The column with the images of a chat, one or a list: paths beside the file, bytes, or data URIs."""
+    videos: str | None = None
+    """The column with the videos of a chat."""
+    audios: str | None = None
+    """The column with the audio of a chat."""
+
+    @property
+    def media(self) -> dict[str, str]:
+        """The columns of images, video and audio, by the kind that they hold."""
+        found = {"image": self.images, "video": self.videos, "audio": self.audios}
+        return {kind: name for kind, name in found.items() if name is not None}
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> Self:
@@ -76,6 +89,7 @@ class Columns(Section):
             "labels": ("input_ids",),
             "loss_mask": ("input_ids",),
             "attention_mask": ("input_ids",),
+            **dict.fromkeys(("images", "videos", "audios"), chats),
         }
         for name, ways in needed.items():
             if getattr(self, name) is not None and not any(getattr(self, way) is not None for way in ways):
@@ -86,7 +100,7 @@ class Columns(Section):
         return self
 
 
-class ReadingKeys(Section):
+class ReadingKeys(MediaKeys):
     """How the files of a source are read."""
 
     pattern: Annotated[str, AfterValidator(_relative)] = "**/*"

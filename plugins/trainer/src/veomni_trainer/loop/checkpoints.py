@@ -89,7 +89,7 @@ class CheckpointCallback(TrainerCallback):
         if sample.why_not:
             return sample
         try:
-            return replace(sample, logits=logits_of(model, sample.ids))
+            return replace(sample, logits=logits_of(model, sample))
         except Exception as error:  # of a model that takes more than tokens; a checkpoint is worth more than the sample
             return replace(sample, why_not=f"the model can't run on tokens alone ({reason(error)})")
 

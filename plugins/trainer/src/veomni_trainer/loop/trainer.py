@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
 
 from veomni_core.errors import ConfigError
-from veomni_trainer.data.batches import Batcher, learned_labels
+from veomni_trainer.data.batches import learned_labels
 from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.shared_batches import SharedBatches
 from veomni_trainer.data.streaming import Stream
@@ -80,8 +80,7 @@ class JobTrainer(ResumingTrainer):
         training = corpus.training
         if isinstance(training, Stream):
             training = training.in_batches(train.batch_size, train.ranks_per_batch)
-        batcher = Batcher(corpus.padding, multiple=train.sp_size)
-        return {"data_collator": batcher, "train_dataset": training}
+        return {"data_collator": corpus.batcher(multiple=train.sp_size), "train_dataset": training}
 
     def curves(self) -> Row:
         """What the method has measured since the last row, by the names of its curves."""

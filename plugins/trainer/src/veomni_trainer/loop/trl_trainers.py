@@ -89,7 +89,8 @@ class SftTrainer(MethodTrainer, trl.SFTTrainer):  # type: ignore[misc,name-defin
         # TRL accepts a dataset of arrow alone, and looks at its first row. The sequences, which are read from their
         # store as they are needed, take its place afterwards.
         self._sequences = inputs["train_dataset"]
-        first = Dataset.from_list([{name: value.tolist() for name, value in self._sequences[0].items()}])
+        tensors = {name: each for name, each in self._sequences[0].items() if isinstance(each, torch.Tensor)}
+        first = Dataset.from_list([{name: value.tolist() for name, value in tensors.items()}])
         return inputs | {"train_dataset": first, "processing_class": self._method_inputs.tokenizer}
 
     def _get_num_items_in_batch(self, *args: Any) -> Any:

@@ -61,7 +61,7 @@ def export_checkpoint(
         if merges_adapter:
             adapted = adapted_model(checkpoint, trust_remote_code)
             if sample and sample.logits is None:
-                sample = replace(sample, logits=logits_of(adapted, sample.ids, sample.autocast), why_not="")
+                sample = replace(sample, logits=logits_of(adapted, sample, sample.autocast), why_not="")
             merge_adapter(adapted, checkpoint, staging)
         elif is_adapter(checkpoint):
             copy_adapter(checkpoint, staging)
@@ -84,7 +84,7 @@ def _compared(folder: Path, sample: Sample | None, trust: bool) -> str:
         size = sum(parameter.nbytes for parameter in model.parameters())
         if torch.cuda.is_available() and size < 0.8 * torch.cuda.mem_get_info()[0]:
             model.to("cuda")
-        difference = sample.difference(logits_of(model, sample.ids, sample.autocast))
+        difference = sample.difference(logits_of(model, sample, sample.autocast))
         most = sample.tolerance(here.dtype)
     except VeOmniError:
         raise

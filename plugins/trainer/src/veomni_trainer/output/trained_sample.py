@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 _FILE = "trained.sample"  # safetensors by another suffix: who loads weights takes every *.safetensors for some
 _TOKENS, _POSITIONS = 128, 16
+_MEDIA = "media."  # before the names of what the model takes beside tokens
 _TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
 _COARSE = 0.1  # of 16 bits: their rounding adds up over layers, and may send a token to another expert
 
@@ -32,6 +33,7 @@ class Sample:
         autocast: the dtype of ``torch.autocast`` in training.
         ends: how many documents were learned to end with which token; ``-1``: with none of its own.
         is_new: whether training began with random weights, so that nothing but the job says where the model ends.
+        media: what the model takes beside ``ids``, of a row with images, video or audio.
     """
 
     ids: Tensor
@@ -40,6 +42,7 @@ class Sample:
     autocast: str | None = None
     ends: Mapping[int, int] = field(default_factory=dict)
     is_new: bool = False
+    media: Mapping[str, Tensor] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The content of the file that :func:`read_sample` reads."""
@@ -50,6 +53,7 @@ class Sample:
             "is_new": self.is_new,
         }
         tensors = {"ids": self.ids} | ({} if self.logits is None else {"logits": self.logits})
+        tensors |= {f"{_MEDIA}{name}": value.contiguous() for name, value in self.media.items()}
         return save(tensors, {"facts": json.dumps(facts)})
 
     def difference(self, logits: Tensor) -> float:
@@ -78,7 +82,9 @@ def read_sample(checkpoint: Path) -> Sample | None:
             facts: dict[str, Any] = json.loads(file.metadata()["facts"])
             logits = file.get_tensor("logits") if "logits" in file.keys() else None  # noqa: SIM118
             facts["ends"] = {int(token): count for token, count in facts["ends"].items()}
-            return Sample(file.get_tensor("ids"), logits, **facts)
+            names = [name for name in file.keys() if name.startswith(_MEDIA)]  # noqa: SIM118
+            media = {name.removeprefix(_MEDIA): file.get_tensor(name) for name in names}
+            return Sample(file.get_tensor("ids"), logits, **facts, media=media)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -88,13 +94,14 @@ def sample_ids(ids: Tensor, multiple: int = 1) -> Tensor:
     return ids[: min(len(ids), _TOKENS) // multiple * multiple].cpu().long()
 
 
-def logits_of(model: Any, ids: Tensor, autocast: str | None = None) -> Tensor:
-    """``[positions, vocabulary]``: the model's logits for ``ids`` ``[tokens]``, in float32 on the CPU.
+def logits_of(model: Any, sample: Sample, autocast: str | None = None) -> Tensor:
+    """``[positions, vocabulary]``: the model's logits for the sample's tokens, in float32 on the CPU.
 
     All ranks of a sharded model call this together. One that computes a part of the sequence has its part's logits.
     """
     was_training, device = model.training, next(model.parameters()).device
     dtype = getattr(torch, autocast) if autocast else None
+    inputs = {"input_ids": sample.ids[None], **sample.media}
     model.eval()
     try:
         with (
@@ -102,7 +109,7 @@ def logits_of(model: Any, ids: Tensor, autocast: str | None = None) -> Tensor:
             _random_states_kept(device),
             torch.autocast(device.type, dtype) if dtype else nullcontext(),
         ):
-            found = model(input_ids=ids[None].to(device)).logits
+            found = model(**{name: value.to(device) for name, value in inputs.items()}).logits
             logits = found.full_tensor() if isinstance(found, DTensor) else found
             if logits.ndim == 2:  # the scores of a whole sequence
                 logits = logits[:, None]

@@ -17,6 +17,7 @@ from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.fingerprint import fingerprint
 from veomni_trainer.data.method_inputs import MethodInputs
 from veomni_trainer.data.rows import check_lengths, prompt_ids, read_rows
+from veomni_trainer.data.sequences import CHAT
 from veomni_trainer.data.streaming import Stream
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.load import dump_job
@@ -146,8 +147,12 @@ def _sample(job: Job, corpus: Corpus, inputs: MethodInputs | None) -> Sample:
     else:
         ids = first["input_ids"]
     quantized = job.lora is not None and job.lora.quantization
+    media: dict[str, Any] = {}
+    if CHAT in first:  # whole: what stands for a picture can't be cut
+        media = {name: each for name, each in corpus.batcher()([first]).items() if name not in ("input_ids", "labels")}
     return Sample(
-        sample_ids(ids, job.train.sp_size),
+        ids if media else sample_ids(ids, job.train.sp_size),
+        media=media,
         why_not="training held the weights under the adapter quantized" if quantized else "",
         autocast=conditions(job).autocast,
         is_new=job.model.weights is None,

@@ -1,0 +1,1 @@
+"""Images, video and audio of rows: found, decoded, and given to the model's processor."""

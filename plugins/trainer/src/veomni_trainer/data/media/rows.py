@@ -1,0 +1,103 @@
+"""Rows with images, video or audio as documents: rendered, expanded and counted by the model's processor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from veomni_trainer.data.chat import Chats
+from veomni_trainer.data.documents import Document
+from veomni_trainer.data.media.decoding import decode, thumbnail
+from veomni_trainer.data.media.placing import Placing
+from veomni_trainer.data.media.processor import MediaProcessor
+from veomni_trainer.data.media.sources import KINDS, Medium, media_in
+from veomni_trainer.data.messages import Message
+from veomni_trainer.data.reading import BadMedia, Reading
+from veomni_trainer.data.tables import Row
+from veomni_trainer.job.source_keys import Source
+
+_PICTURES = 4  # that a report shows
+
+
+@dataclass(frozen=True)
+class MediaChat:
+    """A rendered chat with its media, as each batch gives it to the processor.
+
+    Attributes:
+        text: the chat; each medium has one place in it.
+        media: the media, in the order of their places.
+        origin: the file and the row that it was read from.
+        last: how many tokens the chat has up to the last that stands for a medium.
+    """
+
+    text: str
+    media: tuple[Medium, ...]
+    origin: str
+    last: int
+
+    def decoded(self, processor: MediaProcessor) -> list[tuple[str, Any]]:
+        """The media with their kinds. Raises BadMedia if one can't be read."""
+        return [(each.kind, decode(each, processor.sampling_rate)) for each in self.media]
+
+
+class MediaRows:
+    """Makes documents of chats whose rows have media.
+
+    Args:
+        source: the source that they are of.
+        columns: the names of the columns with media, by kind.
+        processor: the model's.
+        reading: counts what was read.
+    """
+
+    def __init__(self, source: Source, columns: Mapping[str, str], processor: MediaProcessor, reading: Reading) -> None:
+        self._columns, self._processor, self._reading = columns, processor, reading
+        self._fetches = source.media_urls
+        self._chats = Chats(processor, source.loss_on, reading.not_rendered)
+        self._placing = Placing(source.placeholders, columns, source.media_urls)
+
+    def document(self, row: Row, messages: Sequence[Message], tools: Any, folder: Path, origin: str) -> Document:
+        """The document of a row's chat.
+
+        Raises:
+            BadLine: the chat can't be rendered.
+            BadMedia: a medium can't be read, or there are more or fewer than places for them.
+        """
+        beside = {kind: media_in(row.get(name), kind, folder, self._fetches) for kind, name in self._columns.items()}
+        placed, media = self._placing.placed(messages, beside, folder)
+        if others := sorted({each.kind for each in media} - {*self._processor.kinds}):
+            kinds = ", ".join(self._processor.kinds) or "none"
+            raise BadMedia(f"there is {others[0]} in the row, and the model's processor takes: {kinds}")
+        example = self._chats.example(placed, tools)
+        self._check_places(example.text, media)
+        chat = MediaChat(example.text, tuple(media), origin, 0)
+        decoded = chat.decoded(self._processor)
+        ids, learned, stands_for = self._processor.tokens(example.text, decoded, example.learned)
+        last = int(stands_for.nonzero()[0][-1]) + 1 if stands_for.any() else 0
+        self._count(media, int(stands_for.sum()), decoded, placed)
+        return Document(ids.astype("uint32"), learned, MediaChat(chat.text, chat.media, origin, last))
+
+    def _check_places(self, text: str, media: Sequence[Medium]) -> None:
+        there = Counter(each.kind for each in media)
+        for kind in KINDS:
+            token = self._processor.token_of(kind)
+            if token is not None and text.count(token) != there[kind]:
+                raise BadMedia(
+                    f"the rendered chat has {text.count(token)} of {token!r} for {there[kind]} {kind}s: a turn's text "
+                    f"holds it, or the chat template renders no {kind} in such a turn"
+                )
+
+    def _count(
+        self, media: Sequence[Medium], tokens: int, decoded: Sequence[tuple[str, Any]], turns: Sequence[Message]
+    ) -> None:
+        reading = self._reading
+        for each in media:
+            reading.media[each.kind] = reading.media.get(each.kind, 0) + 1
+        reading.media_tokens += tokens
+        images = [each for kind, each in decoded if kind == "image"]
+        if images and len(reading.pictures) < _PICTURES:
+            words = " | ".join("".join(part.get("text", "") for part in turn["content"]).strip() for turn in turns)
+            reading.pictures.append({"picture": thumbnail(images[0]), "text": words[:200]})

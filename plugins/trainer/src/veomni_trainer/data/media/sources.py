@@ -1,0 +1,125 @@
+"""Where an image, a video or audio of a row is: a file, bytes, a data URI, or an address that may be fetched."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from veomni_core.commands import shown
+from veomni_trainer.data.reading import BadMedia
+
+KINDS = ("image", "video", "audio")
+_URLS = ("http://", "https://")
+_SECONDS = 30  # in which an address must answer
+
+
+@dataclass(frozen=True)
+class Medium:
+    """One image, video or audio, not decoded yet.
+
+    Attributes:
+        kind: ``image``, ``video`` or ``audio``.
+        path: the file; empty where it came as bytes.
+        data: the bytes; empty where it is a file.
+    """
+
+    kind: str
+    path: str = ""
+    data: bytes = b""
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages."""
+        return self.path or f"an {self.kind} of {len(self.data):,} bytes"
+
+    def read(self) -> bytes:
+        """The bytes of the file. Raises BadMedia if it can't be read."""
+        if not self.path:
+            return self.data
+        try:
+            return Path(self.path).read_bytes()
+        except OSError as error:
+            raise BadMedia(f"{self.kind} {self.path} can't be read: {error.strerror or error}") from None
+
+
+def media_in(value: Any, kind: str, folder: Path, fetches: bool) -> list[Medium]:
+    """What the value of a column holds: nothing, one medium, or a list of them.
+
+    Raises:
+        BadMedia: it holds something else, or an address where none may be fetched.
+    """
+    if value is None or value == "":
+        return []
+    if isinstance(value, str) and value.lstrip().startswith("["):  # as in a CSV file
+        with suppress(ValueError):
+            value = json.loads(value)
+    return [medium_of(each, kind, folder, fetches) for each in (value if isinstance(value, list) else [value])]
+
+
+def medium_of(value: Any, kind: str, folder: Path, fetches: bool) -> Medium:
+    """The medium that ``value`` names: a path from ``folder``, bytes, ``{"path", "bytes"}``, a data URI, an address.
+
+    Raises:
+        BadMedia: it names none.
+    """
+    if isinstance(value, Mapping):
+        data, path = value.get("bytes"), value.get("path") or value.get("url")
+        if isinstance(data, str):
+            return _decoded(data, kind)
+        value = bytes(data) if data is not None else path
+    if isinstance(value, bytes | bytearray):
+        if not value:
+            raise BadMedia(f"the {kind} has no bytes")
+        return Medium(kind, data=bytes(value))
+    if not isinstance(value, str) or not value.strip():
+        raise BadMedia(
+            f"the {kind} must be a path, bytes, {{path, bytes}}, a data URI or an address; got {shown(value)}"
+        )
+    if value.startswith("data:"):
+        return _decoded(value.partition(",")[2], kind)
+    if value.startswith(_URLS):
+        return _fetched(value, kind, fetches)
+    path = folder / value.removeprefix("file://")
+    if not path.is_file():
+        if len(value) > 255 and (decoded := _as_base64(value)):  # OpenAI's audio is base64 alone
+            return Medium(kind, data=decoded)
+        what = "is a folder" if path.is_dir() else "is not there"
+        raise BadMedia(f"{kind} {shown(value)} {what}; paths go from {folder}, where the data is")
+    if not path.stat().st_size:
+        raise BadMedia(f"{kind} {value} is empty")
+    return Medium(kind, str(path))
+
+
+def _decoded(text: str, kind: str) -> Medium:
+    data = _as_base64(text)
+    if not data:
+        raise BadMedia(f"the {kind} is no base64: {shown(text)}")
+    return Medium(kind, data=data)
+
+
+def _as_base64(text: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def _fetched(url: str, kind: str, fetches: bool) -> Medium:
+    if not fetches:
+        raise BadMedia(
+            f"{kind} {shown(url)} is an address, and none is fetched unless the job says data.media_urls: true"
+        )
+    import requests  # of huggingface-hub's and datasets' own dependencies
+
+    try:
+        answer = requests.get(url, timeout=_SECONDS)
+        answer.raise_for_status()
+    except requests.RequestException as error:
+        raise BadMedia(f"{kind} {shown(url)} can't be fetched: {(str(error).splitlines() or ['?'])[0]}") from None
+    return Medium(kind, data=answer.content)
