@@ -175,7 +175,9 @@ def _check_said(messages: list[Message], learned: list[str]) -> None:
 def _not_rendered(messages: list[Message], tools: Tools, text: str) -> Iterator[str]:
     """What the text of a chat lacks of its turns and tools, beside what is learned."""
     for message in messages:
-        for key, value in {**message, "content": words_of(message)}.items():
+        content = message["content"]
+        parts = [] if isinstance(content, str) else [("content", part.get("text")) for part in content]
+        for key, value in [*message.items(), *parts]:
             if isinstance(value, str) and key != "role" and not _has(text, value.rpartition("</think>")[2]):
                 yield key if message["role"] == ASSISTANT else f"{key} of {message['role']}"
     for tool in tools or ():

@@ -88,16 +88,16 @@ def find_columns_of(wanted: tuple[str, ...], columns: Mapping[str, str], may_hav
     return Columns(**named, **_beside(columns, may_have_more))
 
 
-def with_media(columns: Columns, there: Mapping[str, str], may_have_more: bool) -> Columns:
-    """The columns, with those of images, videos and audio that have a usual name; later rows may have them too."""
+def with_media(columns: Columns, there: Collection[str]) -> Columns:
+    """The columns, with those of images, videos and audio that have a usual name ``there``, in a table or a row."""
     if columns.text is not None or columns.input_ids is not None:
         return columns
     found = {}
     for key, names in _MEDIA.items():
-        if getattr(columns, key) is None:
-            here = [name for name in names if name in there]
-            found[key] = here[0] if here else (names[0] if may_have_more else None)
-    return columns.model_copy(update={key: name for key, name in found.items() if name is not None})
+        here = [name for name in names if name in there]
+        if here and getattr(columns, key) is None:
+            found[key] = here[0]
+    return columns.model_copy(update=found) if found else columns
 
 
 def names_of(columns: Columns) -> list[str]:

@@ -22,6 +22,7 @@ from veomni_trainer.data.columns import (
 from veomni_trainer.data.documents import Document, Example
 from veomni_trainer.data.media.placing import has_places
 from veomni_trainer.data.media.rows import MediaRows
+from veomni_trainer.data.media.sources import media_in
 from veomni_trainer.data.messages import Message, read_messages
 from veomni_trainer.data.prompts import PromptReader, text_of, value_of, with_system
 from veomni_trainer.data.reading import BadLine, Reading, Unreadable
@@ -54,7 +55,7 @@ class DocumentRows:
         if self._columns is None:
             found = written or find_columns(there, may_have_more=not has_schema)
             if not self._tokenizer.no_media:
-                found = with_media(found, there, may_have_more=not has_schema)
+                found = with_media(found, there)
             self._columns, self._is_media = found, any(name in there for name in found.media.values())
             self._read = self._reader(self._columns)
             self._reading.unused = [name for name in there if name not in names_of(self._columns)]
@@ -72,7 +73,8 @@ class DocumentRows:
         if self._read is None or self._columns is None:
             raise BadLine("an object without columns")
         no_media = self._tokenizer.no_media or "only chats have places for it; name messages, or prompt and completion"
-        check_unread(row, self._columns, no_media)
+        columns = self._columns if self._tokenizer.no_media else with_media(self._columns, row)
+        check_unread(row, columns, no_media)
         return self._read(row, number)
 
     def show(self, read: Example | Document) -> None:
@@ -123,8 +125,7 @@ class DocumentRows:
         if isinstance(prompt, str) and isinstance(completion, str):
             if row.get(tools):
                 raise BadLine(f"column {tools!r} is not empty, and texts have no place for tools")
-            assert self._columns is not None
-            if beside := [name for name in self._columns.media.values() if row.get(name)]:
+            if beside := [name for name in self._media_of(row).values() if row.get(name)]:
                 raise BadLine(f"column {beside[0]!r} is not empty, and texts have no place for it; chats have")
             text = prompt + completion
             return Example(text, None if loss_on == "all" else ((len(prompt), len(text)),))
@@ -135,16 +136,22 @@ class DocumentRows:
 
     def _chat(self, row: Row, number: int, messages: list[Message], tools: str) -> Example | Document:
         """A chat; one with media, or from a table that has columns of them, by the model's processor."""
-        assert self._columns is not None and self._chats is not None
-        columns = self._columns.media
+        assert self._chats is not None
+        columns = self._media_of(row)
         processor, placeholders = self._tokenizer.processor, self._source.placeholders
         here = any(row.get(name) for name in columns.values()) or self._is_media or has_places(messages, placeholders)
         if processor is None or not here:
             return self._chats.example(messages, row.get(tools))
         if self._media is None:
-            self._media = MediaRows(self._source, columns, processor, self._reading)
-        origin = f"{self._path}, {self._unit} {number}"
-        return self._media.document(row, messages, row.get(tools), self._path.absolute().parent, origin)
+            self._media = MediaRows(self._source, processor, self._reading)
+        folder, origin = self._path.absolute().parent, f"{self._path}, {self._unit} {number}"
+        beside = {kind: media_in(row.get(name), kind, folder, self._source.media_urls) for kind, name in columns.items()}
+        return self._media.document(messages, row.get(tools), beside, folder, origin)
+
+    def _media_of(self, row: Row) -> dict[str, str]:
+        """The columns with media, by kind; those of a row without a schema may be others than the first's."""
+        assert self._columns is not None
+        return with_media(self._columns, row).media
 
 
 def _tokens(row: Row, columns: Columns, loss_on: str, vocabulary: int) -> Document | None:

@@ -98,6 +98,8 @@ class PretrainedTokenizer:
         return digest.hexdigest()
 
     def encode(self, examples: Sequence[Example]) -> list[Document]:
+        if not examples:
+            return []
         masked = any(example.learned is not None for example in examples)
         encoded: Any = self._tokenizer(
             [example.text for example in examples],

@@ -28,14 +28,13 @@ class Placing:
 
     Args:
         placeholders: the words in whose place they come.
-        columns: the names of the columns that hold them, by kind.
         fetches: whether addresses may be fetched.
     """
 
-    def __init__(self, placeholders: Placeholders, columns: Mapping[str, str], fetches: bool) -> None:
+    def __init__(self, placeholders: Placeholders, fetches: bool) -> None:
         self._words = {word: kind for kind, word in placeholders.model_dump().items() if word is not None}
         self._split = re.compile(f"({'|'.join(map(re.escape, self._words))})") if self._words else None
-        self._columns, self._fetches = columns, fetches
+        self._fetches = fetches
 
     def placed(
         self, messages: Sequence[Message], beside: Mapping[str, Sequence[Medium]], folder: Path
@@ -60,7 +59,7 @@ class Placing:
             if there and not places:
                 self._before_first(messages, turns, kind, there)
             elif places != there:
-                raise BadMedia(self._mismatch(kind, places, there))
+                raise BadMedia(self._mismatch(kind, places, there, kind in beside))
         media: list[Medium] = []
         placed = []
         for message, parts in zip(messages, turns, strict=True):
@@ -102,9 +101,8 @@ class Placing:
                 return
         raise BadMedia(f"no turn of the user, in which the {count} {kind}s of the row could stand")
 
-    def _mismatch(self, kind: str, places: int, there: int) -> str:
-        column = self._columns.get(kind)
+    def _mismatch(self, kind: str, places: int, there: int, has_column: bool) -> str:
         word = next((word for word, meant in self._words.items() if meant == kind), None)
-        of = f"column {column!r} holds {there}" if column else f"no column of {kind}s is read (data.columns.{kind}s)"
+        of = f"its column holds {there}" if has_column else f"there is no column of them (data.columns.{kind}s)"
         text = f". If {word} is text, write data.placeholders: {{{kind}: null}}" if word and not there else ""
         return f"the chat has {places} places for {kind}s, and {of}{text}"

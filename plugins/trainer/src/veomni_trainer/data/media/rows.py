@@ -13,10 +13,9 @@ from veomni_trainer.data.documents import Document
 from veomni_trainer.data.media.decoding import decode, thumbnail
 from veomni_trainer.data.media.placing import Placing
 from veomni_trainer.data.media.processor import MediaProcessor
-from veomni_trainer.data.media.sources import KINDS, Medium, media_in
+from veomni_trainer.data.media.sources import KINDS, Medium
 from veomni_trainer.data.messages import Message
 from veomni_trainer.data.reading import BadMedia, Reading
-from veomni_trainer.data.tables import Row
 from veomni_trainer.job.source_keys import Source
 
 _PICTURES = 4  # that a report shows
@@ -48,25 +47,31 @@ class MediaRows:
 
     Args:
         source: the source that they are of.
-        columns: the names of the columns with media, by kind.
         processor: the model's.
         reading: counts what was read.
     """
 
-    def __init__(self, source: Source, columns: Mapping[str, str], processor: MediaProcessor, reading: Reading) -> None:
-        self._columns, self._processor, self._reading = columns, processor, reading
-        self._fetches = source.media_urls
+    def __init__(self, source: Source, processor: MediaProcessor, reading: Reading) -> None:
+        self._processor, self._reading = processor, reading
         self._chats = Chats(processor, source.loss_on, reading.not_rendered)
-        self._placing = Placing(source.placeholders, columns, source.media_urls)
+        self._placing = Placing(source.placeholders, source.media_urls)
 
-    def document(self, row: Row, messages: Sequence[Message], tools: Any, folder: Path, origin: str) -> Document:
+    def document(
+        self, messages: Sequence[Message], tools: Any, beside: Mapping[str, Sequence[Medium]], folder: Path, origin: str
+    ) -> Document:
         """The document of a row's chat.
+
+        Args:
+            messages: its turns.
+            tools: the tools that it may call.
+            beside: the media of the row's columns, by kind.
+            folder: where paths in the turns go from.
+            origin: the file and the row.
 
         Raises:
             BadLine: the chat can't be rendered.
             BadMedia: a medium can't be read, or there are more or fewer than places for them.
         """
-        beside = {kind: media_in(row.get(name), kind, folder, self._fetches) for kind, name in self._columns.items()}
         placed, media = self._placing.placed(messages, beside, folder)
         if others := sorted({each.kind for each in media} - {*self._processor.kinds}):
             kinds = ", ".join(self._processor.kinds) or "none"
