@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from test_equals_transformers import ARGUMENTS, ByHand
 from tiny_processors import COLOURS, FAMILIES, media_folder, needs_torchvision, picture
 from transformers import AutoProcessor, TrainingArguments, set_seed
@@ -119,4 +118,3 @@ def test_a_job_on_media_has_the_losses_of_a_trainer_by_hand(
     expected = by_hand(rows, folder, tmp_path / "hand")
     assert expected[-1] < expected[0]
     assert [loss for _, loss in losses(run)] == pytest.approx(expected, rel=1e-5)
-

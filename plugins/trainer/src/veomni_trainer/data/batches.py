@@ -10,6 +10,8 @@ from torch.nn.functional import pad
 
 from veomni_core.kernels import IGNORED
 
+CHAT = "chat"  # under which a sequence with media has its chat, for what makes batches
+
 
 class Batcher:
     """Pads the sequences of a batch on the right, to the longest one.

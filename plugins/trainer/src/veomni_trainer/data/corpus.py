@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from veomni_core.errors import JobFileError
-from veomni_trainer.data.batches import Batcher, learned_labels
+from veomni_trainer.data.batches import CHAT, Batcher, learned_labels
 from veomni_trainer.data.files import find_files
 from veomni_trainer.data.media.batches import MediaBatcher
 from veomni_trainer.data.media.processor import MediaProcessor
 from veomni_trainer.data.mixing import WeightedOrder
 from veomni_trainer.data.read import read_documents
 from veomni_trainer.data.reading import Reading
-from veomni_trainer.data.sequences import CHAT, Counts, Sequence, Sequences, arrange
+from veomni_trainer.data.sequences import Counts, Sequence, Sequences, arrange
 from veomni_trainer.data.streaming import Stream
 from veomni_trainer.data.token_cache import TokenCache, default_folder, key_of, uncached
 from veomni_trainer.data.token_store import TokenStore, write_store

@@ -145,7 +145,9 @@ class DocumentRows:
         if self._media is None:
             self._media = MediaRows(self._source, processor, self._reading)
         folder, origin = self._path.absolute().parent, f"{self._path}, {self._unit} {number}"
-        beside = {kind: media_in(row.get(name), kind, folder, self._source.media_urls) for kind, name in columns.items()}
+        beside = {
+            kind: media_in(row.get(name), kind, folder, self._source.media_urls) for kind, name in columns.items()
+        }
         return self._media.document(messages, row.get(tools), beside, folder, origin)
 
     def _media_of(self, row: Row) -> dict[str, str]:

@@ -13,12 +13,12 @@ from torch.utils.data import Dataset
 
 from veomni_core.errors import JobFileError
 from veomni_core.kernels import IGNORED
+from veomni_trainer.data.batches import CHAT
 from veomni_trainer.data.documents import Mask
 from veomni_trainer.data.packing import Indices, Pieces, pack
 from veomni_trainer.data.token_store import TokenStore
 
 Sequence = dict[str, Any]  # of tensors; and of a chat with media, the chat
-CHAT = "chat"
 
 
 class Sequences(Dataset[Sequence]):

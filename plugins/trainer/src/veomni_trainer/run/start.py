@@ -13,11 +13,11 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 from veomni_core import Binding, Registry, binding_of
 from veomni_core.commands import FrozenJob
 from veomni_core.errors import JobFileError
+from veomni_trainer.data.batches import CHAT
 from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.fingerprint import fingerprint
 from veomni_trainer.data.method_inputs import MethodInputs
 from veomni_trainer.data.rows import check_lengths, prompt_ids, read_rows
-from veomni_trainer.data.sequences import CHAT
 from veomni_trainer.data.streaming import Stream
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.load import dump_job

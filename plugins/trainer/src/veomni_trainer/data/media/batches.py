@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from veomni_core.errors import JobFileError
-from veomni_trainer.data.batches import Batcher
+from veomni_trainer.data.batches import CHAT, Batcher
 from veomni_trainer.data.media.processor import MediaProcessor
 from veomni_trainer.data.media.rows import MediaChat
 from veomni_trainer.data.reading import BadMedia
-from veomni_trainer.data.sequences import CHAT
 
 _TOKENS = ("input_ids", "attention_mask")
 _KINDS = ("token_type_ids", "mm_token_type_ids")  # of tokens; models that take these want them for text too

@@ -41,6 +41,8 @@ def thumbnail(image: Any) -> str:
 
 def _image(medium: Medium) -> Any:
     """The image, turned as its EXIF data says. 16 bits become 8, palettes and CMYK become RGB, and alpha is dropped."""
+    if not find_spec("PIL"):
+        raise HostError(f"image {medium.name} needs a decoder, and Pillow is not here: {EXTRA}")
     import datasets
     import PIL.Image
 
@@ -94,7 +96,8 @@ def _video(medium: Medium) -> Any:
             path = Path(folder) / "video"
             path.write_bytes(medium.data)
         try:
-            frames, metadata = load_video(str(path), backend="pyav")
+            source: Any = str(path)
+            frames, metadata = load_video(source, backend="pyav")
         except Exception as error:  # as above
             raise BadMedia(f"video {medium.name} is broken: {_first_line(error)}") from None
     if not len(frames):

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from veomni_core.commands import shown
 from veomni_trainer.data.reading import BadMedia
@@ -115,11 +116,8 @@ def _fetched(url: str, kind: str, fetches: bool) -> Medium:
         raise BadMedia(
             f"{kind} {shown(url)} is an address, and none is fetched unless the job says data.media_urls: true"
         )
-    import requests  # of huggingface-hub's and datasets' own dependencies
-
     try:
-        answer = requests.get(url, timeout=_SECONDS)
-        answer.raise_for_status()
-    except requests.RequestException as error:
+        with urlopen(url, timeout=_SECONDS) as answer:  # an http address: medium_of has looked
+            return Medium(kind, data=answer.read())
+    except (OSError, ValueError) as error:
         raise BadMedia(f"{kind} {shown(url)} can't be fetched: {(str(error).splitlines() or ['?'])[0]}") from None
-    return Medium(kind, data=answer.content)

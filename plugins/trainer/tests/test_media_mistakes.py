@@ -1,0 +1,131 @@
+"""Mistakes in rows with pictures end in an error that names the file and the row, or are counted and left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pytest
+from tiny_processors import media_folder, picture
+
+from veomni_core.errors import ConfigError, JobFileError
+
+Train = Callable[..., bool]
+
+
+@pytest.fixture(scope="session")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return media_folder("llava", tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Pictures that can be read, and files that can't."""
+    picture("red", 16).save(tmp_path / "red.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "red.png").read_bytes()[:40])
+    (tmp_path / "empty.png").write_bytes(b"")
+    (tmp_path / "words.png").write_text("no picture")
+    (tmp_path / "folder.png").mkdir()
+    frames = [picture(colour, 16) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
+    PIL.Image.new("CMYK", (16, 16)).save(tmp_path / "cmyk.jpg")
+    return tmp_path
+
+
+def chat(words: str, answer: str = "red", **columns: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": words}, {"role": "assistant", "content": answer}], **columns}
+
+
+def part(**source: Any) -> dict[str, Any]:
+    asked = [{"type": "image", **source}, {"type": "text", "text": "What is it?"}]
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "red"}]}
+
+
+GOOD = chat("<image> What is it?", images=["red.png"])
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "a placeholder without a column": (chat("<image> What is it?"), "1 places for images, and its column holds 0"),
+    "more placeholders than pictures": (chat("<image><image>", images=["red.png"]), "2 places .* its column holds 1"),
+    "fewer placeholders than pictures": (chat("<image>", images=["red.png"] * 2), "1 places .* its column holds 2"),
+    "a column without a turn of the user": (
+        {"messages": [{"role": "assistant", "content": "red"}], "images": ["red.png"]},
+        "no turn of the user",
+    ),
+    "no such file": (chat("<image>", images=["blue.png"]), "'blue.png' .*is not there; paths go from"),
+    "a folder": (chat("<image>", images=["folder.png"]), "is a folder"),
+    "an empty file": (chat("<image>", images=["empty.png"]), "empty.png is empty"),
+    "a file that is cut off": (chat("<image>", images=["cut.png"]), "cut.png is (broken|no image)"),
+    "a file of words": (chat("<image>", images=["words.png"]), "is no image that Pillow knows"),
+    "an animation": (chat("<image>", images=["moving.gif"]), "is animated, with 2 frames"),
+    "an address": (chat("<image>", images=["https://example.org/a.png"]), "an address, .* data.media_urls: true"),
+    "a number": (chat("<image>", images=[3]), "must be a path, bytes"),
+    "no base64": (chat("<image>", images=["data:image/png;base64,!!"]), "is no base64"),
+    "bytes that are none": (chat("<image>", images=[{"bytes": None, "path": None}]), "must be a path, bytes"),
+    "a part of no file": (part(path="blue.png"), "'blue.png' .*is not there"),
+    "a part beside an empty column": (part(), "1 places for images, and its column holds 0"),
+    "audio for a model of pictures": (chat("<audio>", audios=["red.png"]), "takes: image"),
+}
+
+
+def job_on(rows: list[dict[str, Any]], job_data: dict[str, Any], folder: Path, model: Path, **data: Any) -> None:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    job_data["model"] = {"weights": str(model), "ops_implementation": {"preset": "eager"}}
+    job_data["data"] = {"files": "rows.jsonl", "sequence_length": 200, **data}
+    job_data["train"] |= {"steps": 1, "save_every": "never"}
+
+
+@pytest.mark.thorough(one_per=[])
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_a_mistake_names_the_file_and_the_row(
+    name: str, job_data: dict[str, Any], train: Train, pictures: Path, llava: Path
+) -> None:
+    row, words = MISTAKES[name]
+    job_on([GOOD, row], job_data, pictures, llava)
+    with pytest.raises(JobFileError, match=rf"rows\.jsonl, (line|row) 2: .*{words}"):
+        train(job_data)
+
+
+@pytest.mark.thorough
+def test_rows_with_broken_pictures_are_counted_and_left_out(
+    job_data: dict[str, Any], train: Train, pictures: Path, llava: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_on([GOOD, MISTAKES["a file of words"][0], GOOD], job_data, pictures, llava, media_errors="skip")
+    train(job_data)
+    assert "1 row" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+def test_a_picture_that_ends_after_the_sequence_is_refused(
+    job_data: dict[str, Any], train: Train, pictures: Path, llava: Path
+) -> None:
+    job_on([GOOD, GOOD], job_data, pictures, llava)
+    job_data["data"]["sequence_length"] = 8
+    with pytest.raises(JobFileError, match=r"its media end at token \d+, and data.sequence_length is 8"):
+        train(job_data)
+
+
+@pytest.mark.thorough
+def test_rows_with_pictures_are_not_packed(job_data: dict[str, Any], train: Train, pictures: Path, llava: Path) -> None:
+    job_on([GOOD, GOOD], job_data, pictures, llava, packing=True)
+    with pytest.raises(JobFileError, match="can't be packed"):
+        train(job_data)
+
+
+@pytest.mark.thorough(one_per=[])
+@pytest.mark.parametrize("row", [GOOD, part(path="red.png")], ids=["a column", "a part"])
+def test_a_model_of_text_refuses_pictures(
+    row: dict[str, Any], job_data: dict[str, Any], train: Train, pictures: Path, pretrained: Path
+) -> None:
+    job_on([row, row], job_data, pictures, pretrained / "llama")
+    job_data["data"] |= {"sequence_length": 32, "chat_template": "chat.jinja"}
+    (pictures / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises((JobFileError, ConfigError), match="image"):
+        train(job_data)
+
+
+@pytest.mark.thorough
+def test_cmyk_and_bytes_are_read(job_data: dict[str, Any], train: Train, pictures: Path, llava: Path) -> None:
+    job_on([GOOD, chat("<image>", images=["cmyk.jpg"]), part(path="red.png")], job_data, pictures, llava)
+    train(job_data)
