@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from veomni_core.cli import exit_code
-    from veomni_core.cli.frozen import Frozen, frozen_job
+    from veomni_core.cli.frozen import Frozen, FrozenJob, frozen_job
     from veomni_core.cli.output import AsJson, Changes, HardwareName, JobPath, print_json
     from veomni_core.descriptions.kernel_spec import EAGER
     from veomni_core.discovery.lock_guard import FROZEN
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
     from veomni_core.planning.choice import AUTO
     from veomni_core.planning.config import ON_CHANGE, TRAINING_LOGITS, known_presets
     from veomni_core.tables import fit, render_table
-    from veomni_tools.locks.locked_plans import FrozenJob
     from veomni_transformers.jobs.job_files import beside_job, job_file_error, shown
 
 _HOME = {
     "veomni_core.cli": ("exit_code",),
-    "veomni_core.cli.frozen": ("Frozen", "frozen_job"),
+    "veomni_core.cli.frozen": ("Frozen", "FrozenJob", "frozen_job"),
     "veomni_core.cli.output": ("AsJson", "Changes", "HardwareName", "JobPath", "print_json"),
     "veomni_core.descriptions.kernel_spec": ("EAGER",),
     "veomni_core.discovery.lock_guard": ("FROZEN",),
@@ -36,7 +35,6 @@ _HOME = {
     "veomni_core.planning.choice": ("AUTO",),
     "veomni_core.planning.config": ("ON_CHANGE", "TRAINING_LOGITS", "known_presets"),
     "veomni_core.tables": ("fit", "render_table"),
-    "veomni_tools.locks.locked_plans": ("FrozenJob",),
     "veomni_transformers.jobs.job_files": ("beside_job", "job_file_error", "shown"),
 }
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Protocol
 
 import typer
 
@@ -17,6 +17,7 @@ from veomni_core.descriptions.references import load_from
 from veomni_core.discovery.lock_guard import FROZEN, lock_reader
 from veomni_core.errors import ConfigError, LockFileError
 from veomni_core.jobs.jobfile import load_yaml
+from veomni_core.planning.plan import Plan
 
 OPTION, LOCK_FILE = "--frozen", "veomni.lock"
 
@@ -26,6 +27,13 @@ def _was_read(wanted: bool) -> bool:
     if wanted and not os.environ.get(FROZEN):
         raise ConfigError(f"{OPTION} is read by the command `veomni`; here, set {FROZEN} to the lock file")
     return wanted
+
+
+class FrozenJob(Protocol):
+    """A job whose plan must be that of a lock file, which ``str`` names."""
+
+    def check(self, plan: Plan) -> None:
+        """Raise LockMismatchError, which names the sites, if ``plan`` is not the one that was locked."""
 
 
 Frozen = Annotated[
@@ -70,10 +78,8 @@ def _naming_a_lock(arguments: Sequence[str]) -> Iterator[str]:
                     yield f"train.frozen of {text}"
 
 
-def frozen_job(job: Path) -> Any | None:
+def frozen_job(job: Path) -> FrozenJob | None:
     """The job in the file ``job``, if ``VEOMNI_FROZEN`` names a lock file; otherwise ``None``.
-
-    Its ``check(plan)`` raises LockMismatchError, which names the sites, where the plan is not the one that was locked.
 
     Raises:
         LockFileError: there is no such lock file, or it is damaged.

@@ -54,11 +54,7 @@ def plan_job(
 
 
 def _plan_of_sites(job: Path, file: Path, hardware: str | None, registry: Registry) -> Plan:
-    """The job's kernels at the sites of the plan in ``file``, under its autocast.
-
-    Raises:
-        ConfigError: ``file`` holds no plan.
-    """
+    """The job's kernels at the sites of the plan in ``file``, under its autocast. Raises ConfigError if it is none."""
     from veomni_core.planning.config import OpsConfig
 
     try:
@@ -73,11 +69,7 @@ def _plan_of_sites(job: Path, file: Path, hardware: str | None, registry: Regist
 
 
 def _part(reference: str) -> Any:
-    """A function of the distribution that builds models.
-
-    Raises:
-        HostError: it is not installed.
-    """
+    """A function of the distribution that builds models. Raises HostError if it is not installed."""
     try:
         return load_from(reference)
     except ImportError as error:
