@@ -229,7 +229,8 @@ def load_as_trained(
     model_class, read = class_and_config(load_model_config(config or str(path), trust_remote_code=trust_remote_code))
     turned: tuple[str, ...] = ()
     if tensors is None:
-        skeleton = _skeleton(model_class, read, torch.float32, trust_remote_code)
+        # Of a copy: building it writes its dtype into the config, by which the weights' own would be read in that.
+        skeleton = _skeleton(model_class, copy.deepcopy(read), torch.float32, trust_remote_code)
         turned = square_and_transposed(path, skeleton)
         tensors = converted_by_plugin(skeleton, path) if is_converted_by_plugin(skeleton, path) else None
     device, given = torch.device("cpu"), {"state_dict": None if tensors is None else {**tensors}}
