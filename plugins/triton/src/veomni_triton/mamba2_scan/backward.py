@@ -67,7 +67,7 @@ def _write_gradients_of_tokens(
     launch, is_packed, size = call.launches, call.seq_idx is not None, call.launches.chunk
     dA, dbias, dD = partials
     strides = {name: getattr(call, name).stride()[1:3] for name in ("x", "B", "C")}
-    step_known, pairs = call.per_token(2)
+    step_known, written, pairs = call.per_token(3)
     own, each = call.slice(launch.pair_gradients), call.slice(launch.product_gradients)
     dscores = call.per_place(call.heads // own, size, size)
     pair_gradients_kernel[(call.places * (call.heads // own),)](
@@ -82,6 +82,7 @@ def _write_gradients_of_tokens(
         dD,
         dscores,
         step_known,
+        written,
         pairs,
         *strides["x"],
         *strides["B"],
@@ -94,11 +95,10 @@ def _write_gradients_of_tokens(
     )
     state_tiles = call.tiles(launch.product_gradients)[1]
     dwritten, dread = (call.per_place(call.heads // each, size, call.widths[1]) for _ in range(2))
-    written, read = call.per_token(2, state_tiles)
-    over = written.new_empty(written.shape[:-1])
+    read = call.per_token(state_tiles)
+    over = read.new_empty(read.shape[:-1])
     product_gradients_kernel[(call.places * (call.heads // each), state_tiles)](
         call.x,
-        call.B,
         call.C,
         dout,
         *chunks.numbers,
@@ -106,11 +106,9 @@ def _write_gradients_of_tokens(
         dafter,
         dwritten,
         dread,
-        written,
         read,
         over,
         *strides["x"],
-        *strides["B"],
         *strides["C"],
         *dout.stride()[1:3],
         *call.sizes,
@@ -143,8 +141,8 @@ def _write_gradients_of_tokens(
         chunks.high,
         chunks.numbers[3],
         step_known,
-        pairs,
         written,
+        pairs,
         read,
         over,
         into["dt"],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from veomni_triton.aligned_rows import begins_aligned, compact
-from veomni_triton.gpu import gpu_of
+from veomni_triton.gpu import gpu_of, register_limit
 from veomni_triton.mamba2_scan.launch import Launch, Launches, launches, slice_of_heads, tile
 from veomni_triton.sizes import ceil_div
 
@@ -116,6 +116,7 @@ class Call:
             "PRECISION": "ieee" if self.x.dtype == torch.float32 else "tf32",
             "num_warps": launch.warps,
             "num_stages": launch.stages,
+            **register_limit(self.x.device, launch.registers),
         }
 
     def _columns(self, launch: Launch) -> tuple[int, int]:

@@ -43,8 +43,9 @@ def pair_gradients_kernel(
     dx,  # [B, S, H, WIDTH], contiguous
     dD,  # [B * chunks, H] float32: what is to be added up, or anything
     dscores,  # [B, chunks, G, slices, L, L] float32: what a slice of the heads has
-    step_known,  # [B, H, chunks, L] float32
-    pairs,  # [B, H, chunks, L] float32
+    step_known,  # [B, H, chunks, L] float32: the gradients of time steps, but by what these decay
+    written,  # [B, H, chunks, L] float32: the part of that by the state after the chunk
+    pairs,  # [B, H, chunks, L] float32: the gradients of the summed log-decays by the chunk's own pairs of tokens
     x_token,
     x_head,
     b_token,
@@ -72,51 +73,57 @@ def pair_gradients_kernel(
     dtype = x.dtype.element_ty
     token_L = tl.arange(0, L)
     B += group * b_group
-    scores_LL = load_tile(scores + (place.to(tl.int64) * groups + group) * (L * L), 0, L, L, 0, L, L, L)
     dscores_LL = tl.zeros([L, L], tl.float32)
     for offset in range(0, SLICE):
         head = piece * SLICE + offset
         own = (row * heads + head).to(tl.int64) * chunks + chunk
         step_L = load_numbers(steps, own, L)
-        to_end_L = decays_to_end(high, low, own, parts, place, PACKED, L)
-        # From token j to i, as [j, i]
-        decays_LL = pairwise_decays_from(high, low, own, parts, place, PACKED, L)
-        weights_LL = scores_LL * decays_LL
-        rounded_LL = weights_LL.to(dtype)
+        # All pairs are of token j, which writes, and i, which reads: [j, i]
         products_LL = tl.zeros([L, L], tl.float32)
-        state = dafter + (place.to(tl.int64) * heads + head) * (WIDTH * STATE)
         skipped = 0.0
         for start in range(0, WIDTH, P):
             x_LP = load_tile(x + head * x_head, first, count, x_token, start, L, P, WIDTH)
             dout_LP = load_tile(dout + head * dout_head, first, count, dout_token, start, L, P, WIDTH).to(tl.float32)
-            dread_LP = dout_LP.to(dtype)
-            products_LL += tl.dot(x_LP, tl.trans(dread_LP), input_precision=PRECISION)
+            products_LL += tl.dot(x_LP, tl.trans(dout_LP.to(dtype)), input_precision=PRECISION)
+            if HAS_D:
+                skipped += tl.sum(tl.sum(dout_LP * x_LP.to(tl.float32), axis=1), axis=0)
+        if HAS_D:
+            tl.store(dD + place.to(tl.int64) * heads + head, skipped)
+        decays_LL = pairwise_decays_from(high, low, own, parts, place, PACKED, L)
+        dscores_LL += products_LL * decays_LL * step_L[:, None]
+        scores_LL = load_tile(scores + (place.to(tl.int64) * groups + group) * (L * L), 0, L, L, 0, L, L, L)
+        decays_LL *= scores_LL
+        weights_LL = decays_LL.to(dtype)
+        products_LL *= decays_LL
+        known_L = tl.sum(products_LL, axis=1)
+        products_LL = tl.where(token_L[:, None] < token_L[None, :], products_LL * step_L[:, None], 0.0)
+        store_numbers(pairs, tl.sum(products_LL, axis=0) - tl.sum(products_LL, axis=1), own, L)
+        to_end_L = decays_to_end(high, low, own, parts, place, PACKED, L)
+        written_L = tl.zeros([L], tl.float32)
+        state = dafter + (place.to(tl.int64) * heads + head) * (WIDTH * STATE)
+        for start in range(0, WIDTH, P):
             dx_LP = tl.zeros([L, P], tl.float32)
             for column in range(0, STATE, N):
                 B_LN = load_tile(B, first, count, b_token, column, L, N, STATE)
                 dstate_PN = load_state(state, start, column, P, N, WIDTH, STATE)
                 dx_LP += tl.dot(B_LN, tl.trans(dstate_PN), input_precision=PRECISION)
             dx_LP *= to_end_L[:, None]
-            dx_LP += tl.dot(rounded_LL, dread_LP, input_precision=PRECISION)
+            x_LP = load_tile(x + head * x_head, first, count, x_token, start, L, P, WIDTH)
+            written_L += tl.sum(dx_LP * x_LP.to(tl.float32), axis=1)
+            dout_LP = load_tile(dout + head * dout_head, first, count, dout_token, start, L, P, WIDTH)
+            dx_LP += tl.dot(weights_LL, dout_LP.to(dtype), input_precision=PRECISION)
             dx_LP *= step_L[:, None]
             if HAS_D:
-                skipped += tl.sum(tl.sum(dout_LP * x_LP.to(tl.float32), axis=1), axis=0)
-                dx_LP += dout_LP * tl.load(D + head).to(tl.float32)
+                dx_LP += dout_LP.to(tl.float32) * tl.load(D + head).to(tl.float32)
             store_tile(dx + head * WIDTH, dx_LP, first, count, heads * WIDTH, start, L, P, WIDTH)
-        if HAS_D:
-            tl.store(dD + place.to(tl.int64) * heads + head, skipped)
-        dscores_LL += products_LL * decays_LL * step_L[:, None]
-        products_LL *= weights_LL
-        store_numbers(step_known, tl.sum(products_LL, axis=1), own, L)
-        products_LL = tl.where(token_L[:, None] < token_L[None, :], products_LL * step_L[:, None], 0.0)
-        store_numbers(pairs, tl.sum(products_LL, axis=0) - tl.sum(products_LL, axis=1), own, L)
+        store_numbers(written, written_L, own, L)
+        store_numbers(step_known, known_L + written_L, own, L)
     store_tile(dscores + tl.program_id(0).to(tl.int64) * (L * L), dscores_LL, 0, L, L, 0, L, L, L)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def product_gradients_kernel(
     x,  # [B, S, H, WIDTH]
-    B,  # [B, S, G, STATE]
     C,  # [B, S, G, STATE]
     dout,  # [B, S, H, WIDTH]
     steps,  # of steps_kernel, as high, low and parts
@@ -127,13 +134,10 @@ def product_gradients_kernel(
     dafter,  # of state_gradients_kernel
     dB,  # [B, chunks, G, slices, L, STATE] float32: what a slice of the heads has from the state after the chunk
     dC,  # the same from the state before the chunk
-    written,  # [tiles, B, H, chunks, L] float32
-    read,  # [tiles, B, H, chunks, L] float32
-    over,  # [tiles, B, H, chunks] float32
+    read,  # [tiles, B, H, chunks, L] float32: the gradients of the summed log-decays by the state before the chunk
+    over,  # [tiles, B, H, chunks] float32: the state before the chunk times the gradient of that after it
     x_token,
     x_head,
-    b_token,
-    b_group,
     c_token,
     c_group,
     dout_token,
@@ -157,8 +161,6 @@ def product_gradients_kernel(
     group = piece * SLICE // (heads // groups)
     row, chunk, first, count = chunk_bounds(place, chunks, length, L)
     dtype = x.dtype.element_ty
-    B_LN = load_tile(B + group * b_group, first, count, b_token, column, L, N, STATE)
-    C_LN = load_tile(C + group * c_group, first, count, c_token, column, L, N, STATE)
     dB_LN, dC_LN = tl.zeros([L, N], tl.float32), tl.zeros([L, N], tl.float32)
     # Where the numbers of this tile's columns go
     tile = tl.program_id(1).to(tl.int64) * (tl.num_programs(0) // slices * heads)
@@ -166,23 +168,23 @@ def product_gradients_kernel(
         head = piece * SLICE + offset
         own = (row * heads + head).to(tl.int64) * chunks + chunk
         state = (place.to(tl.int64) * heads + head) * (WIDTH * STATE)
-        written_LN, read_LN = tl.zeros([L, N], tl.float32), tl.zeros([L, N], tl.float32)
+        factor_L = decays_to_end(high, low, own, parts, place, PACKED, L) * load_numbers(steps, own, L)
+        read_LN = tl.zeros([L, N], tl.float32)
         product = 0.0
         for start in range(0, WIDTH, P):
             x_LP = load_tile(x + head * x_head, first, count, x_token, start, L, P, WIDTH)
+            written_LP = (x_LP.to(tl.float32) * factor_L[:, None]).to(dtype)
             dafter_PN = load_state(dafter + state, start, column, P, N, WIDTH, STATE)
-            written_LN += tl.dot(x_LP, dafter_PN, input_precision=PRECISION)
+            dB_LN = tl.dot(written_LP, dafter_PN, dB_LN, input_precision=PRECISION)
             dout_LP = load_tile(dout + head * dout_head, first, count, dout_token, start, L, P, WIDTH)
             before_PN = load_state(before + state, start, column, P, N, WIDTH, STATE)
             read_LN += tl.dot(dout_LP.to(dtype), before_PN, input_precision=PRECISION)
             product += tl.sum(tl.sum(before_PN.to(tl.float32) * dafter_PN.to(tl.float32), axis=1), axis=0)
-        written_LN *= decays_to_end(high, low, own, parts, place, PACKED, L)[:, None]
         read_LN *= decays_since_start(high, own, parts, place, PACKED, L)[:, None]
-        store_numbers(written, tl.sum(written_LN * B_LN.to(tl.float32), axis=1), tile + own, L)
+        dC_LN += read_LN
+        C_LN = load_tile(C + group * c_group, first, count, c_token, column, L, N, STATE)
         store_numbers(read, tl.sum(read_LN * C_LN.to(tl.float32), axis=1), tile + own, L)
         tl.store(over + tile + own, product)
-        dB_LN += written_LN * load_numbers(steps, own, L)[:, None]
-        dC_LN += read_LN
     part = tl.program_id(0).to(tl.int64) * (L * STATE)
     store_tile(dB + part, dB_LN, 0, L, STATE, column, L, N, STATE)
     store_tile(dC + part, dC_LN, 0, L, STATE, column, L, N, STATE)

@@ -29,7 +29,8 @@ class Launch:
         states: the columns of a state in a tile, at most.
         warps: warps of a program.
         stages: depth of the software pipeline of its loop.
-        heads: the heads that one program adds up, or computes one after the other, at most.
+        heads: whose gradients one program adds up, at most.
+        registers: of a thread, at most; ``None`` for as many as the compiler likes.
     """
 
     columns: int
@@ -37,6 +38,7 @@ class Launch:
     warps: int
     stages: int
     heads: int = 1
+    registers: int | None = None
 
 
 @dataclass(frozen=True)

@@ -105,11 +105,11 @@ def step_gradients_kernel(
     steps,  # of steps_kernel, as high and parts
     high,
     parts,
-    step_known,  # [B, H, chunks, L] float32: the gradients of time steps from the chunk's own outputs
-    pairs,  # the gradients of the summed log-decays from these
-    written,  # [tiles, B, H, chunks, L]: those of time steps from the state after the chunk
-    read,  # [tiles, B, H, chunks, L]: those of the summed log-decays from the state before the chunk
-    over,  # [tiles, B, H, chunks]: the state before the chunk times the gradient of that after it
+    step_known,  # of pair_gradients_kernel, as written and pairs
+    written,
+    pairs,
+    read,  # of product_gradients_kernel, as over
+    over,
     ddt,  # [B, S, H], contiguous
     dA,  # [B * chunks, H] float32: what is to be added up
     dbias,  # the same
@@ -144,12 +144,10 @@ def step_gradients_kernel(
     # A sum of log-decays has a part in what reads across its last token: tokens from there on that read, and tokens
     # before that write. Nothing is taken off again, so that a small gradient keeps its digits beside large ones.
     reading_LH = tl.load(pairs + at_LH, mask=valid_LH, other=0.0)
-    writing_LH = tl.zeros([L, H], tl.float32)
+    writing_LH = tl.load(written + at_LH - 1, mask=before_LH, other=0.0)
     over_H = tl.zeros([H], tl.float32)
     size = tl.cast(programs, tl.int64)
     for tile in range(0, state_tiles):
-        dstep_LH += tl.load(written + tile * size * L + at_LH, mask=valid_LH, other=0.0)
-        writing_LH += tl.load(written + tile * size * L + at_LH - 1, mask=before_LH, other=0.0)
         reading_LH += tl.load(read + tile * size * L + at_LH, mask=valid_LH, other=0.0)
         over_H += tl.load(over + tile * size + own_H, mask=is_head_H, other=0.0)
     left_H = tl.exp(tl.load(high + own_H * L + L - 1, mask=is_head_H, other=0.0))
