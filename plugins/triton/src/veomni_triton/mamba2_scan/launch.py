@@ -61,7 +61,7 @@ SIXTEEN_BITS = Launches(
     states=Launch(64, 128, 4, 3),
     outputs=Launch(64, 128, 4, 2),
     state_gradients=Launch(64, 128, 4, 3),
-    pair_gradients=Launch(64, 128, 4, 2, heads=16),
+    pair_gradients=Launch(64, 128, 8, 2, heads=16),
     product_gradients=Launch(64, 128, 8, 2, heads=16),
     shared_gradients=Launch(64, 128, 4, 2),
 )
