@@ -77,10 +77,10 @@ class _Scan(Function):
     @without_autocast
     def backward(ctx: Any, doutput: Tensor | None, dfinal: Tensor | None = None) -> tuple[Tensor | None, ...]:
         dfinal = dfinal if ctx.keeps_final else None
-        inputs = ctx.saved_tensors[:8]
         if doutput is None and dfinal is None:
             return (None,) * 11
-        gradients = iter(mamba2_scan_gradients(doutput, dfinal, *ctx.saved_tensors, *ctx.settings))
-        each = [None if x is None else next(gradients) for x in inputs]
+        tensors = ctx.saved_tensors
+        gradients = iter(mamba2_scan_gradients(doutput, dfinal, *tensors, *ctx.settings))
+        each = (None if x is None else next(gradients) for x in tensors[:8])
         wanted = (x if is_wanted else None for x, is_wanted in zip(each, ctx.needs_input_grad, strict=False))
         return *wanted, None, None, None
