@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from veomni_triton.mamba2_scan.call import Call
@@ -67,7 +68,8 @@ def _write_gradients_of_tokens(
     launch, is_packed, size = call.launches, call.seq_idx is not None, call.launches.chunk
     dA, dbias, dD = partials
     strides = {name: getattr(call, name).stride()[1:3] for name in ("x", "B", "C")}
-    step_known, written, pairs = call.per_token(3)
+    step_known, written = call.per_token(2)
+    pairs = torch.empty_like(step_known, dtype=torch.float64 if call.x.dtype == torch.float32 else None)
     own, each = call.slice(launch.pair_gradients), call.slice(launch.product_gradients)
     dscores = call.per_place(call.heads // own, size, size)
     pair_gradients_kernel[(call.places * (call.heads // own),)](

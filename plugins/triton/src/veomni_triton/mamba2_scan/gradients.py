@@ -3,8 +3,9 @@
 Heads of a group share B and C. A program takes some of them, one after the other, and adds up what they have of the
 gradients of B, of C and of their product; the last kernel adds what the programs have. The order is always the same.
 
-What decays gain is taken from one float32 matrix of pairs of tokens, its row sums less its column sums. So what is of
-no decay cancels exactly, and no difference of two rounded results is left of it.
+What decays gain is taken from one float32 matrix of pairs of tokens, its row sums less its column sums: what is of no
+decay cancels, and no difference of two rounded results is left of it. For float32 inputs these are sums in float64,
+since theirs would leave as much as a gradient that is small beside its terms.
 
 Shape legend: ``L`` tokens of a chunk, ``P`` columns of a head in a tile, ``N`` columns of a state in a tile.
 """
@@ -45,7 +46,7 @@ def pair_gradients_kernel(
     dscores,  # [B, chunks, G, slices, L, L] float32: what a slice of the heads has
     step_known,  # [B, H, chunks, L] float32: the gradients of time steps, but by what these decay
     written,  # [B, H, chunks, L] float32: the part of that by the state after the chunk
-    pairs,  # [B, H, chunks, L] float32: the gradients of the summed log-decays by the chunk's own pairs of tokens
+    pairs,  # [B, H, chunks, L]: the gradients of the summed log-decays by the chunk's own pairs of tokens
     x_token,
     x_head,
     b_token,
@@ -97,7 +98,8 @@ def pair_gradients_kernel(
         products_LL *= decays_LL
         known_L = tl.sum(products_LL, axis=1)
         products_LL = tl.where(token_L[:, None] < token_L[None, :], products_LL * step_L[:, None], 0.0)
-        store_numbers(pairs, tl.sum(products_LL, axis=0) - tl.sum(products_LL, axis=1), own, L)
+        exact_LL = products_LL.to(pairs.dtype.element_ty)
+        store_numbers(pairs, tl.sum(exact_LL, axis=0) - tl.sum(exact_LL, axis=1), own, L)
         to_end_L = decays_to_end(high, low, own, parts, place, PACKED, L)
         written_L = tl.zeros([L], tl.float32)
         state = dafter + (place.to(tl.int64) * heads + head) * (WIDTH * STATE)

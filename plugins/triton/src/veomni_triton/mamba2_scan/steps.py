@@ -153,7 +153,8 @@ def step_gradients_kernel(
     left_H = tl.exp(tl.load(high + own_H * L + L - 1, mask=is_head_H, other=0.0))
     if PACKED:
         left_H = tl.where(tl.load(parts + place.to(tl.int64) * L + L - 1) == 0, left_H, 0.0)
-    ddecay_LH = tl.cumsum(reading_LH, axis=0, reverse=True) + tl.cumsum(writing_LH * previous_LH, axis=0)
+    ddecay_LH = tl.cumsum(reading_LH, axis=0, reverse=True).to(tl.float32)
+    ddecay_LH += tl.cumsum(writing_LH * previous_LH, axis=0)
     ddecay_LH += (over_H * left_H)[None, :]
     at_H = place.to(tl.int64) * heads + head_H
     tl.store(dA + at_H, tl.sum(tl.where(inside_LH, ddecay_LH * step_LH, 0.0), axis=0), mask=is_head_H)
