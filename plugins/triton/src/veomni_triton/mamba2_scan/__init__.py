@@ -1,7 +1,7 @@
 """mamba2_scan in Triton: matrix products within chunks of tokens, a state from chunk to chunk.
 
-Forward saves its inputs alone. Backward computes the states again, then the gradient of the state from the last chunk to
-the first, and then all chunks side by side.
+Forward saves its inputs alone. Backward computes the states again, then their gradient from the last chunk to the
+first, and then all chunks side by side.
 
 Every sum has a fixed order. Products take operands of the inputs' dtype and add up in float32; decays, time steps and
 their gradients are float32, and log-decays are added up in float64.

@@ -86,15 +86,14 @@ def steps_kernel(
     tl.store(steps + at_LH, step_LH, mask=written_LH)
     tl.store(high + at_LH, high_LH, mask=written_LH)
     tl.store(low + at_LH, (sum_LH - high_LH.to(tl.float64)).to(tl.float32), mask=written_LH)
-    if PACKED:
-        if block == 0:
-            token_L = (chunk * L + row_L).to(tl.int64)
-            number_L = seq_idx + row.to(tl.int64) * seq_batch + token_L * seq_token
-            compared_L = (row_L < count) & (token_L > 0)
-            own_L = tl.load(number_L, mask=compared_L, other=0)
-            begins_L = own_L != tl.load(number_L - seq_token, mask=compared_L, other=0)
-            part_L = tl.cumsum(begins_L.to(tl.int32), axis=0)
-            tl.store(parts + place.to(tl.int64) * L + row_L, part_L)
+    if PACKED and block == 0:
+        token_L = (chunk * L + row_L).to(tl.int64)
+        number_L = seq_idx + row.to(tl.int64) * seq_batch + token_L * seq_token
+        compared_L = (row_L < count) & (token_L > 0)
+        own_L = tl.load(number_L, mask=compared_L, other=0)
+        begins_L = own_L != tl.load(number_L - seq_token, mask=compared_L, other=0)
+        part_L = tl.cumsum(begins_L.to(tl.int32), axis=0)
+        tl.store(parts + place.to(tl.int64) * L + row_L, part_L)
 
 
 @triton.jit(do_not_specialize=(*NOT_SPECIALIZED, "state_tiles", "programs"))

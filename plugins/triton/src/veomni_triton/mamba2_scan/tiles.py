@@ -1,8 +1,8 @@
 """What the kernels of Mamba 2's scan share: tiles of tokens, and the decays of a chunk.
 
-A chunk is ``L`` neighbouring tokens of one row of the batch, the last ones of a row filled up with tokens that neither
-decay a state nor write. A place is a chunk of all heads, ``row * chunks + chunk``. What is one number for each token of a
-head lies at ``[B, H, chunks, L]`` in float32.
+A chunk is ``L`` neighbouring tokens of one row of the batch. The last one of a row is filled up with tokens that
+neither decay a state nor write. A place is a chunk of all heads, ``row * chunks + chunk``. Where each token of a head
+has one number, they lie at ``[B, H, chunks, L]`` in float32.
 
 Shape legend: ``L`` tokens of a chunk, ``P`` columns of a head in a tile, ``N`` columns of a state in a tile, ``D``
 either.
