@@ -11,7 +11,7 @@ CHANGED = {
     "plugins/triton/src/veomni_triton/rms_norm/launch.py": {"triton_rms_norm cuda"},
     "plugins/triton_moe/src/veomni_triton_moe/moe_experts/launch.py": {"lora cuda", "moe cuda"},
     "plugins/torch_native/src/veomni_torch/rms_norm.py": {"cpu_kernels cpu"},
-    "plugins/ops/src/veomni_ops/mamba2_scan.py": {"mamba2_scan cpu", "mamba2_scan cuda"},
+    "plugins/ops/src/veomni_ops/mamba2_scan.py": {"mamba2_scan cpu", "mamba2_scan cuda", "triton_mamba2_scan cuda"},
     "plugins/ops/src/veomni_ops/attention.py": set(),
     "plugins/trainer/src/veomni_trainer/train.py": set(),
     "plugins/torch_native/tests/test_kda.py": set(),

@@ -55,6 +55,7 @@ GUARDED = (
     Guarded("kda/kda.py", "cuda", _TORCH),
     Guarded("load_balancing_loss/triton_load_balancing_loss.py", "cuda", _BOTH_OF_EXPERTS),
     Guarded("mamba2_scan/mamba2_scan.py", "cuda", _TORCH),
+    Guarded("mamba2_scan/triton_mamba2_scan.py", "cuda", _TRITON),
     Guarded("moe_experts/lora.py", "cuda", _BOTH_OF_EXPERTS),
     Guarded("moe_experts/moe.py", "cuda", (*_BOTH_OF_EXPERTS, "quack")),
     Guarded("rms_norm/triton_rms_norm.py", "cuda", _TRITON),

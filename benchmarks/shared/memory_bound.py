@@ -28,12 +28,17 @@ COLUMNS = (
 
 
 def options(description: str | None) -> argparse.Namespace:
+    """What the command line that these benchmarks share was given."""
+    return parser(description).parse_args()
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
     """The command line that these benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--tune", action="store_true", help="time our kernels over launch parameters instead")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="these contenders alone")
     parser.add_argument("--name", help="the result file to write; none without it")
-    return parser.parse_args()
+    return parser
 
 
 def measure(

@@ -12,6 +12,7 @@ from calls_ahead import Call, compile_calls
 from veomni_triton import (
     causal_conv1d,
     chunk_gated_delta_rule,
+    mamba2_scan,
     rms_norm,
     rms_norm_gated,
     rotary_pos_emb,
@@ -33,6 +34,7 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             f"gated norm of {width}",
             lambda width=width: rms_norm_gated.standard(tensor(8, width), tensor(8, width), tensor(width), 1e-6),
         )
+    yield "scan of heads of (64, 128)", lambda: _scan(tensor, 64, 128)
     if dtype == torch.float32:  # all other launches have as many elements in a tile as those of 16 bits, or far fewer
         return
     heads, angles = (1, 8, 64, 128), (1, 64, 128)
@@ -49,6 +51,7 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     yield "gated GELU", lambda: swiglu_mlp.gelu(tensor(64, 8192), tensor(64, 8192))
     for widths in ((128, 128), (256, 256)):
         yield f"delta rule of heads of {widths}", lambda widths=widths: _delta_rule(tensor, *widths)
+    yield "scan of heads of (128, 256)", lambda: _scan(tensor, 128, 256)
     yield (
         "convolution along positions",
         lambda: causal_conv1d.standard(tensor(1, 4096, 512), tensor(4096, 4), None, "silu"),
@@ -67,6 +70,14 @@ def _delta_rule(tensor: Callable[..., Tensor], key_width: int, value_width: int)
     value = tensor(batch, length, heads, value_width)
     g, beta = tensor(batch, length, heads, of=torch.float32), tensor(batch, length, heads)
     return chunk_gated_delta_rule.standard(query, key, value, g, beta, use_qk_l2norm_in_kernel=True)[0]
+
+
+def _scan(tensor: Callable[..., Tensor], width: int, state: int) -> Tensor:
+    batch, length, heads = 1, 256, 8
+    x, dt, A = tensor(batch, length, heads, width), tensor(batch, length, heads), tensor(heads, of=torch.float32)
+    B, C = (tensor(batch, length, 2, state) for _ in range(2))
+    seq_idx = torch.zeros(batch, length, dtype=torch.int32)
+    return mamba2_scan.standard(x, dt, A, B, C, A, A, dt_softplus=True, seq_idx=seq_idx)[0]
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ from veomni_core import bind, find_sites
 from veomni_triton import plugin
 
 CONVOLUTION, NORM = "causal_conv1d_implementation", "rms_norm_gated_implementation"
-DELTA_RULE = "chunk_gated_delta_rule_implementation"
+SCAN, DELTA_RULE = "mamba2_scan_implementation", "chunk_gated_delta_rule_implementation"
 # By model type: the fields that have sites there, and the variant of the gated norm.
 MODELS = {
     "qwen3_next": ((CONVOLUTION, DELTA_RULE, NORM), "standard"),
     "kimi_linear": ((CONVOLUTION, NORM), "sigmoid"),
-    "nemotron_h": ((CONVOLUTION, NORM), "gate_first"),
+    "nemotron_h": ((CONVOLUTION, SCAN, NORM), "gate_first"),
 }
 LENGTHS = (5, 1, 2, 8)
 # Triton's interpreter takes its time for each head and column.

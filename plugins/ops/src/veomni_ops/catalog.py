@@ -174,7 +174,7 @@ OPS: tuple[OpSpec, ...] = (
         contract="veomni_ops.mamba2_scan:CONTRACTS",
         reads_boundaries=True,
         description="the state-space scan of Mamba 2, over a whole sequence",
-        published={"chunked_scan": "veomni-torch", "mamba_ssm": "veomni-fla"},
+        published={"chunked_scan": "veomni-torch", "triton": "veomni-triton", "mamba_ssm": "veomni-fla"},
     ),
     OpSpec(
         name="moe_experts",

@@ -69,6 +69,16 @@ def veomni_kernels() -> list[KernelSpec]:
         ),
         KernelSpec(
             name="triton",
+            op_name="mamba2_scan",
+            variant="standard",
+            factory="veomni_triton.mamba2_scan:standard",
+            hardware=_MATRIX_UNITS,
+            suspicions=_NEVER_RUN,
+            description="chunks of tokens on matrix units; saves only its inputs",
+            preference=_PREFERENCE,
+        ),
+        KernelSpec(
+            name="triton",
             op_name="causal_conv1d",
             variant="standard",
             factory="veomni_triton.causal_conv1d:standard",
