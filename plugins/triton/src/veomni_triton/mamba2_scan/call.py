@@ -44,8 +44,10 @@ class Call:
 
     def laid_out(self) -> Call:
         """The same call, with tensors as the kernels read them."""
-        vectors = {name: None if (x := getattr(self, name)) is None else x.contiguous() for name in ("A", "D", "bias")}
-        return replace(self, **{name: token_rows(getattr(self, name)) for name in ("x", "B", "C")}, **vectors)
+        laid_out: dict[str, Any] = {name: token_rows(getattr(self, name)) for name in ("x", "B", "C")}
+        for name in ("A", "D", "bias"):
+            laid_out[name] = None if (vector := getattr(self, name)) is None else vector.contiguous()
+        return replace(self, **laid_out)
 
     @cached_property
     def batch(self) -> int:
@@ -98,9 +100,8 @@ class Call:
 
     def tiles(self, launch: Launch) -> tuple[int, int]:
         """How many tiles cover a head, and a state."""
-        return tuple(
-            ceil_div(width, columns) for width, columns in zip(self.widths, self._columns(launch), strict=True)
-        )  # type: ignore[return-value]
+        (width, state), (P, N) = self.widths, self._columns(launch)
+        return ceil_div(width, P), ceil_div(state, N)
 
     def shared(self, launch: Launch) -> Mapping[str, Any]:
         """What every kernel of tiles is launched with."""
