@@ -147,11 +147,11 @@ def attend(
     return library.dense(query, key, value, options), None
 
 
-def unsupported_heads(query: Tensor, value: Tensor) -> list[str]:
-    """Problems for any FlashAttention: it takes widths of 8 to 256 in multiples of 8, in bfloat16 or float16."""
+def unsupported_heads(query: Tensor, value: Tensor, widest: int = WIDEST_HEAD) -> list[str]:
+    """Problems for any FlashAttention: it takes widths of 8 to ``widest`` in multiples of 8, in bfloat16 or float16."""
     widths = (query.shape[-1], value.shape[-1])
     problems = []
-    if any(width % MULTIPLE or width > WIDEST_HEAD for width in widths):
+    if any(width % MULTIPLE or width > widest for width in widths):
         problems.append(f"heads of {widths[0]} in queries and {widths[1]} in values")
     if query.dtype not in (torch.bfloat16, torch.float16):
         dtype = f"{query.dtype}".removeprefix("torch.")
@@ -165,7 +165,11 @@ def equally_wide(*heads: Tensor) -> tuple[Tensor, ...]:
     The scores don't change; the caller slices the output back to Dv. DeepSeek's latent attention has values narrower
     than its queries.
     """
-    width = max(each.shape[-1] for each in heads)
+    return padded_to(max(each.shape[-1] for each in heads), *heads)
+
+
+def padded_to(width: int, *heads: Tensor) -> tuple[Tensor, ...]:
+    """Pad heads that are narrower than ``width`` with zeros."""
     return tuple(each if each.shape[-1] == width else pad(each, (0, width - each.shape[-1])) for each in heads)
 
 

@@ -18,11 +18,15 @@ from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor, library
 
 from veomni_core.kernels import aligned, empty_like_aligned, first_derivatives_only
-from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, unsupported_heads
+from veomni_flash_attn.by_lengths import Bounds, Options, attend, padded_to, unsupported_heads
+from veomni_flash_attn.limits import WIDEST_HEAD_4
+
+_ONE_WIDTH = (64, 128)  # of queries, keys and values
+_LATENT = (192, 128)  # of queries and keys, and of values
 
 
 class FlashAttention4:
-    """Heads of 8 to 256, in multiples of 8; bfloat16 and float16; forward and backward on SM90 and above."""
+    """Heads of 8 to 192, in multiples of 8; bfloat16 and float16; forward and backward on SM90 and above."""
 
     name = "flash_attention_4"
 
@@ -30,7 +34,7 @@ class FlashAttention4:
         problems = ["dropout"] if options.dropout else []
         if options.softcap and packed:
             problems.append("a softcap over packed or padded sequences, for which the library has no backward")
-        return problems + unsupported_heads(query, value)
+        return problems + unsupported_heads(query, value, WIDEST_HEAD_4)
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         return _attend(query, key, value, (None, None, 0, 0), options)
@@ -43,13 +47,28 @@ class FlashAttention4:
 def _attend(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, ...], options: Options) -> Tensor:
     window = -1 if options.window is None else options.window
     numbers = (options.scaling, options.causal, window, options.softcap)
-    output, lse = _Attention.apply(*_widened(query, key, value), *lengths, *numbers)
-    return _with_sinks(output[..., : value.shape[-1]], lse.transpose(-1, -2), options)
+    queries, keys, parts = _fitting(query, key, value)
+    results = [_Attention.apply(queries, keys, part, *lengths, *numbers) for part in parts]
+    output = torch.cat([output for output, _ in results], dim=-1) if len(results) > 1 else results[0][0]
+    return _with_sinks(output[..., : value.shape[-1]], results[0][1].transpose(-1, -2), options)
 
 
-def _widened(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Unchanged unless heads are grouped (GQA): backward then needs equally wide heads (4.0.0b13)."""
-    return (query, key, value) if query.shape[-2] == key.shape[-2] else equally_wide(query, key, value)
+def _fitting(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Queries, keys, and values in parts, of widths for which the library is right on SM90 (4.0.0b13).
+
+    Those are 64 and 128, and 192 for ungrouped queries and keys beside values of 128. Of other widths some don't
+    compile, and some give wrong gradients: with heads of 80, queries' were off by 200 %.
+    """
+    widest = max(query.shape[-1], value.shape[-1])
+    if widest <= _ONE_WIDTH[-1]:
+        width = next(width for width in _ONE_WIDTH if width >= widest)
+        query, key, value = padded_to(width, query, key, value)
+        return query, key, (value,)
+    groups = query.shape[-2] // key.shape[-2]
+    if groups > 1:
+        key, value = (each.repeat_interleave(groups, dim=-2) for each in (key, value))
+    query, key = padded_to(_LATENT[0], query, key)
+    return query, key, tuple(padded_to(_LATENT[1], *value.split(_LATENT[1], dim=-1)))
 
 
 def _with_sinks(output: Tensor, lse: Tensor, options: Options) -> Tensor:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from veomni_core import Site
 
-WIDEST_HEAD, MULTIPLE = 256, 8  # of FlashAttention 2, 3 and 4
+WIDEST_HEAD, MULTIPLE = 256, 8  # of FlashAttention 2 and 3
+WIDEST_HEAD_4 = 192
 NARROWEST_FLEX_HEAD = 16
 
 
-def flash_attention(site: Site) -> str:
+def flash_attention(site: Site, widest: int = WIDEST_HEAD) -> str:
     """Why no FlashAttention can run at ``site``; empty if it can."""
-    unfit = [width for width in _widths(site) if width % MULTIPLE or width > WIDEST_HEAD]
+    unfit = [width for width in _widths(site) if width % MULTIPLE or width > widest]
     if not unfit:
         return ""
-    return f"takes heads of {MULTIPLE} to {WIDEST_HEAD} in multiples of {MULTIPLE}, this site has {_shown(unfit)}"
+    return f"takes heads of {MULTIPLE} to {widest} in multiples of {MULTIPLE}, this site has {_shown(unfit)}"
+
+
+def flash_attention_4(site: Site) -> str:
+    """Why FlashAttention 4 can't run at ``site``; empty if it can."""
+    return flash_attention(site, WIDEST_HEAD_4)
 
 
 def flex_attention(site: Site) -> str:

@@ -37,6 +37,7 @@ def veomni_kernels() -> list[KernelSpec]:
             "dense, padded and packed; sinks with their gradient",
             preference=60,
             features=(*_BY_LENGTHS, "sinks"),
+            can_run="veomni_flash_attn.limits:flash_attention_4",
         ),
         _kernel(
             "flex_attention",

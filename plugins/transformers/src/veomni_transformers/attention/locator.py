@@ -14,9 +14,11 @@ from veomni_core.errors import BindingError
 from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
 from veomni_ops.attention import FEATURES_OF_OPTIONS, MASK_FEATURES
+from veomni_transformers.attention.compiled_masks import without_masks_of_plain_rows
 from veomni_transformers.attention.config_changes import config_changes, interface_of, is_eager
 from veomni_transformers.attention.interface_names import RegisteredInterface, interface_entries, registered
 from veomni_transformers.attention.kernel_lookup import TABLE, can_look_up, known_name, looked_up, lookup_changes
+from veomni_transformers.attention.mask_builders import builder_of
 from veomni_transformers.attention.proof import prove_attention
 from veomni_transformers.attention.situations import situations
 from veomni_transformers.engine.engine_layout import EngineLayout
@@ -62,7 +64,11 @@ class AttentionInterface(ReadsForward):
                 f"{MASK_FEATURES['sdpa']!r} in its KernelSpec, so that planning refuses it, or the kind that it takes"
             )
         replaces_eager = is_eager(interface_of(model.get_submodule(site.path)))
-        return _kernel_changes(model, site.path, registered(model, kernel, spec, replaces_eager))
+        interface = registered(model, kernel, spec, replaces_eager)
+        yield from _kernel_changes(model, site.path, interface)
+        built_by = builder_of(interface) if isinstance(interface, str) else interface.mask
+        if built_by is builder_of("sdpa"):
+            yield from without_masks_of_plain_rows(model, site.path)
 
     def situations(self, model: nn.Module, site: Site, spec: KernelSpec) -> Iterable[tuple[str, Callable[[Any], Any]]]:
         """Caches, and padding to the left."""

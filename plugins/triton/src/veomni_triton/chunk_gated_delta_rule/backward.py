@@ -33,7 +33,7 @@ def write_gradients(
     dx, read_scale, dafter = call.per_token(value_width), call.per_token(), torch.empty_like(corrections.before)
     strides = (*call.q.stride()[1:3], *call.k.stride()[1:3])
     if call.count:
-        correction_gradients_kernel[(heads, call.count)](
+        correction_gradients_kernel[(heads * call.count,)](
             call.q,
             call.k,
             call.g,
@@ -50,7 +50,7 @@ def write_gradients(
             **call.shared(launch.correction_gradients),
         )
     shared = call.shared(launch.state_gradients)
-    state_gradients_kernel[(ceil_div(value_width, shared["V"]), heads, call.sequences)](
+    state_gradients_kernel[(ceil_div(value_width, shared["V"]) * heads * call.sequences,)](
         call.q,
         call.k,
         corrections.w,
@@ -76,7 +76,7 @@ def write_gradients(
         dscores, dproducts = (call.per_chunk(call.chunk, call.chunk) for _ in range(2))
         dg_known, dbeta_known = call.per_token(), call.per_token()
         places = (*call.g.stride()[1:], *call.beta.stride()[1:])
-        grid = (heads, call.count)
+        grid = (heads * call.count,)
         product_gradients_kernel[grid](
             call.q,
             call.k,

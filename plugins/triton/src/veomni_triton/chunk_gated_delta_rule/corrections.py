@@ -19,6 +19,7 @@ from veomni_triton.chunk_gated_delta_rule.tiles import (
     NUMBERS,
     ROWS_OF_NUMBERS,
     decays,
+    indices,
     inverse_norms,
     load_numbers,
     load_tile,
@@ -58,7 +59,7 @@ def corrections_kernel(
     V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    head, chunk = tl.program_id(0), tl.program_id(1)
+    _, head, chunk = indices(1, value_heads)
     first, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     if count == 0:
         return

@@ -33,7 +33,7 @@ def corrected(call: Call, initial: Tensor | None, final: Tensor | None, keeps_in
     inverse, write_scale = call.per_chunk(size, size) if keeps_inverse else None, call.per_token()
     before = call.per_chunk(key_width, value_width)
     if call.count:
-        corrections_kernel[(heads, call.count)](
+        corrections_kernel[(heads * call.count,)](
             call.k,
             call.v,
             call.g,
@@ -54,7 +54,7 @@ def corrected(call: Call, initial: Tensor | None, final: Tensor | None, keeps_in
             **call.shared(launch.corrections),
         )
     shared = call.shared(launch.states)
-    states_kernel[(ceil_div(value_width, shared["V"]), heads, call.sequences)](
+    states_kernel[(ceil_div(value_width, shared["V"]) * heads * call.sequences,)](
         call.k,
         w,
         x,
@@ -77,7 +77,7 @@ def corrected(call: Call, initial: Tensor | None, final: Tensor | None, keeps_in
 def write_outputs(call: Call, corrections: Corrections, out: Tensor) -> None:
     """The outputs of all tokens."""
     shared = call.shared(call.launches.outputs)
-    outputs_kernel[(ceil_div(call.widths[1], shared["V"]), call.value_heads, call.count)](
+    outputs_kernel[(ceil_div(call.widths[1], shared["V"]) * call.value_heads * call.count,)](
         call.q,
         call.k,
         call.g,

@@ -20,6 +20,7 @@ from veomni_triton.chunk_gated_delta_rule.tiles import (
     ROWS_OF_NUMBERS,
     decays,
     decays_of_ends,
+    indices,
     inverse_norms,
     load_numbers,
     load_tile,
@@ -68,7 +69,7 @@ def product_gradients_kernel(
     V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    head, chunk = tl.program_id(0), tl.program_id(1)
+    _, head, chunk = indices(1, value_heads)
     first, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     if count == 0:
         return
@@ -147,7 +148,7 @@ def query_gradients_kernel(
     V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    head, chunk = tl.program_id(0), tl.program_id(1)
+    _, head, chunk = indices(1, value_heads)
     first, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     if count == 0:
         return
@@ -211,7 +212,7 @@ def key_gradients_kernel(
     V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    head, chunk = tl.program_id(0), tl.program_id(1)
+    _, head, chunk = indices(1, value_heads)
     first, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     if count == 0:
         return

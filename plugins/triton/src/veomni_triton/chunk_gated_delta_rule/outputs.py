@@ -16,6 +16,7 @@ from veomni_triton.chunk_gated_delta_rule.tiles import (
     NUMBERS,
     ROWS_OF_NUMBERS,
     decays,
+    indices,
     inverse_norms,
     load_numbers,
     load_tile,
@@ -50,7 +51,8 @@ def outputs_kernel(
     V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    start, head, chunk = tl.program_id(0) * V, tl.program_id(1), tl.program_id(2)
+    tile, head, chunk = indices(tl.cdiv(value_width, V), value_heads)
+    start = tile * V
     first, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     if count == 0:
         return
@@ -99,7 +101,7 @@ def correction_gradients_kernel(
     V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    head, chunk = tl.program_id(0), tl.program_id(1)
+    _, head, chunk = indices(1, value_heads)
     first, count = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     if count == 0:
         return

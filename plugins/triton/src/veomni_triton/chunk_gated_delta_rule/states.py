@@ -11,7 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from veomni_triton.chunk_gated_delta_rule.tiles import NUMBERS, ROWS_OF_NUMBERS, load_numbers, load_tile, store_tile
+from veomni_triton.chunk_gated_delta_rule.tiles import (
+    NUMBERS,
+    ROWS_OF_NUMBERS,
+    indices,
+    load_numbers,
+    load_tile,
+    store_tile,
+)
 
 
 @triton.jit
@@ -56,7 +63,8 @@ def states_kernel(
     V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    start, head, sequence = tl.program_id(0) * V, tl.program_id(1), tl.program_id(2)
+    tile, head, sequence = indices(tl.cdiv(value_width, V), value_heads)
+    start = tile * V
     dtype = x.dtype.element_ty
     size = tl.cast(key_width * value_width, tl.int64)  # widths of 1 are constants, which have no `to`
     own = (sequence * value_heads + head) * size
@@ -113,7 +121,8 @@ def state_gradients_kernel(
     V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    start, head, sequence = tl.program_id(0) * V, tl.program_id(1), tl.program_id(2)
+    tile, head, sequence = indices(tl.cdiv(value_width, V), value_heads)
+    start = tile * V
     dtype = dx.dtype.element_ty
     size = tl.cast(key_width * value_width, tl.int64)  # widths of 1 are constants, which have no `to`
     own = (sequence * value_heads + head) * size

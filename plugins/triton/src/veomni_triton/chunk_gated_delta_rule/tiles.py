@@ -23,6 +23,16 @@ ROWS_OF_NUMBERS = (
 
 
 @triton.jit
+def indices(tiles, heads):
+    """The tile of values, the head, and the chunk or sequence of this program.
+
+    Their launch has one axis: its second and third take 65535 programs at most.
+    """
+    program = tl.program_id(0)
+    return program % tiles, program // tiles % heads, program // tiles // heads
+
+
+@triton.jit
 def load_tile(x, first, count, stride, start, width, C: tl.constexpr, D: tl.constexpr):
     """Columns ``start`` to ``start + D`` of a chunk's tokens; ``x`` points to the head of token 0."""
     row_C, column_D = tl.arange(0, C), start + tl.arange(0, D)

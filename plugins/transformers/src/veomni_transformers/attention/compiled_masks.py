@@ -1,0 +1,104 @@
+"""Leaves masks out of compiled steps whose rows are not packed, as transformers does in eager steps.
+
+transformers finds packed rows by the values of ``position_ids``. It can't read them while a graph is traced, so every
+row counts as packed there, and attention gets a mask: with sdpa on an H100 that took 26.2 in place of 8.5 ms of a step
+(docs/benchmarks/train_steps.md). But a decoder that is given neither positions nor a mask numbers its rows by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from veomni_core.changes.change import Change, ForwardChange
+from veomni_core.sites.walk import named_modules
+from veomni_transformers.proving import probe
+from veomni_transformers.proving.functions import current_forward, global_functions, with_globals
+
+Function = Callable[..., Any]
+_CAUSAL, _SLIDING = "create_causal_mask", "create_sliding_window_causal_mask"
+_ROWS, _LENGTH = 2, 5
+# What a caller may give, beside flags and numbers, for the decoder to number its rows by itself.
+_TOKENS = {"input_ids", "inputs_embeds", "num_items_in_batch"}
+# What the builder of a mask that depends on lengths alone is given; embeddings have two names.
+_OF_LENGTHS = {"config", "inputs_embeds", "input_embeds", "cache_position", "position_ids", "layer_idx"}
+
+
+def without_masks_of_plain_rows(model: nn.Module, owner: str) -> Iterator[Change]:
+    """The changes of the decoders that build masks for the config of ``owner``, under a kernel that takes sdpa's."""
+    config = model.get_submodule(owner).config
+    for _, module in named_modules(model):
+        if vars(module).get("config") is not config:
+            continue
+        forward = current_forward(module)
+        builders = dict(_builders(forward))
+        proven = {
+            name: partial(_unless_plain, build, name == _SLIDING)
+            for name, build in builders.items()
+            if _gets_consecutive_positions(module, forward, name, builders)
+        }
+        if proven:
+            yield ForwardChange(module, _forward(forward, with_globals(forward, proven)))
+
+
+def _builders(forward: Function) -> Iterator[tuple[str, Function]]:
+    """Those of transformers' functions that build causal masks which ``forward`` calls, by the name of the global."""
+    from transformers import masking_utils
+
+    for name, value in global_functions(forward):
+        if name in (_CAUSAL, _SLIDING) and value is getattr(masking_utils, name):
+            yield name, value
+
+
+def _gets_consecutive_positions(module: Any, forward: Function, builder: str, builders: Iterable[str]) -> bool:
+    """Whether ``forward``, which is given embeddings alone, builds its mask for positions that rise by one.
+
+    It runs until it calls ``builder``, before the first layer.
+    """
+    seen: list[Any] = []
+
+    def stop(*args: Any, position_ids: Tensor | None = None, **call: Any) -> None:
+        seen.append(position_ids)
+        raise InterruptedError
+
+    spies: dict[str, Function] = dict.fromkeys(builders, lambda *args, **call: None)
+    run = with_globals(forward, {**spies, builder: stop})
+    embeddings = torch.zeros(_ROWS, _LENGTH, getattr(module.config, "hidden_size", 1))
+    with torch.no_grad():
+        probe.attempt(lambda: run(module, inputs_embeds=embeddings, use_cache=False))
+    return bool(seen) and (seen[0] is None or bool((seen[0].diff(dim=-1) == 1).all()))
+
+
+def _forward(own: Function, of_plain_rows: Function) -> Function:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and _numbers_its_rows(args, kwargs):
+            return of_plain_rows(self, *args, **kwargs)
+        return own(self, *args, **kwargs)
+
+    return forward
+
+
+def _numbers_its_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    others = [name for name, value in kwargs.items() if not isinstance(value, bool | int | str | None)]
+    return all(arg is None for arg in args[1:]) and _TOKENS.issuperset(others)
+
+
+def _unless_plain(build: Function, sliding: bool, **call: Any) -> Tensor | None:
+    """What ``build`` gives for rows that are not packed: nothing where the kernel's own causal mask is the same.
+
+    Queries and keys are as many, so that it makes no difference at which end the kernel aligns them.
+    """
+    given = [name for name, value in call.items() if value is not None]
+    config = call["config"]
+    if not _OF_LENGTHS.issuperset(given) or not getattr(config, "is_causal", True):
+        mask: Tensor | None = build(**call)
+        return mask
+    embeddings = call["inputs_embeds"] if "inputs_embeds" in call else call["input_embeds"]
+    if sliding and embeddings.shape[1] >= config.sliding_window:
+        mask = build(**{**call, "position_ids": None})
+        return mask
+    return None
