@@ -6,10 +6,10 @@ A time is the median of ``triton.testing.do_bench``, beside its 20th and 80th pe
 gradients of every contender are compared with the recurrence in float64, on fewer tokens. One that is wrong there is
 timed all the same, and the note names it. The file is written anew after each figure. ``--peers`` names a folder with
 mamba-ssm's sources (``mamba_ssm``, and ``einops`` where it is not installed), for a machine where the package is not
-built: its Triton kernels need no more. ``--peer-configs 2`` lets each of its kernels search among its first two launches
-alone, and compares it with float64 at one shape. ``--device cpu`` runs everything on a tiny shape, in Triton's interpreter
-(``TRITON_INTERPRET=1``), by the wall clock. ``--tune`` times our kernels alone over a grid of launches instead, and
-prints the fastest, for the table in ``veomni_triton/mamba2_scan/launch.py``; ``--only`` then names kernels.
+built: its Triton kernels need no more. ``--peer-configs 2`` lets each of its kernels search among its first two
+launches alone, and compares it with float64 at one shape. ``--device cpu`` runs everything on a tiny shape, in Triton's
+interpreter (``TRITON_INTERPRET=1``), by the wall clock. ``--tune`` times our kernels alone over a grid of launches
+instead, and prints the fastest, for the table in ``veomni_triton/mamba2_scan/launch.py``; ``--only`` then names kernels.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -117,9 +118,9 @@ def package(folder: Path | None, configs: int | None = None) -> Scan:
             module = ModuleType(name)
             module.__path__ = [str(folder / name.replace(".", "/"))]
             sys.modules[name] = module
-    autotune = triton.autotune
-    triton.autotune = lambda launches, *others, **named: autotune(launches[:configs], *others, **named)
-    found: Scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
+    autotune, most = triton.autotune, configs
+    with patch.object(triton, "autotune", lambda configs, **others: autotune(configs=configs[:most], **others)):
+        found: Scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
     return found
 
 
