@@ -6,9 +6,10 @@ A time is the median of ``triton.testing.do_bench``, beside its 20th and 80th pe
 gradients of every contender are compared with the recurrence in float64, on fewer tokens. One that is wrong there is
 timed all the same, and the note names it. The file is written anew after each figure. ``--peers`` names a folder with
 mamba-ssm's sources (``mamba_ssm``, and ``einops`` where it is not installed), for a machine where the package is not
-built: its Triton kernels need no more. ``--device cpu`` runs everything on a tiny shape, in Triton's interpreter
-(``TRITON_INTERPRET=1``), by the wall clock. ``--tune`` times our kernels alone over a grid of launches instead, and
-prints the fastest, for the table in ``veomni_triton/mamba2_scan/launch.py``; ``--only`` then names kernels.
+built: its Triton kernels need no more. ``--peer-configs 2`` lets each of its kernels search among its first two
+launches alone, and compares it with float64 at one shape. ``--device cpu`` runs everything on a tiny shape, in Triton's
+interpreter (``TRITON_INTERPRET=1``), by the wall clock. ``--tune`` times our kernels alone over a grid of launches
+instead, and prints the fastest, for the table in ``veomni_triton/mamba2_scan/launch.py``; ``--only`` then names kernels.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import triton
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
@@ -102,8 +105,8 @@ def drawn(shape: Shape, device: str) -> tuple[list[Tensor], dict[str, Any], Tens
     return [each.requires_grad_() for each in inputs], options, dout
 
 
-def package(folder: Path | None) -> Scan:
-    """mamba-ssm's function: the installed one, or that of sources in ``folder``.
+def package(folder: Path | None, configs: int | None = None) -> Scan:
+    """mamba-ssm's function: the installed one, or that of sources in ``folder``; its kernels have so many launches.
 
     Raises:
         ImportError: neither is there, or it can't be imported.
@@ -115,11 +118,13 @@ def package(folder: Path | None) -> Scan:
             module = ModuleType(name)
             module.__path__ = [str(folder / name.replace(".", "/"))]
             sys.modules[name] = module
-    found: Scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
+    autotune, most = triton.autotune, configs
+    with patch.object(triton, "autotune", lambda configs, **others: autotune(configs=configs[:most], **others)):
+        found: Scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
     return found
 
 
-def contenders(peers: Path | None = None) -> dict[str, Callable[[Shape], Scan]]:
+def contenders(peers: Path | None = None, configs: int | None = None) -> dict[str, Callable[[Shape], Scan]]:
     """What gives the scan of a shape: ``scan(x, dt, A, B, C, D, bias, **options)``, with the output."""
 
     def on_inputs(scan: Callable[..., Any]) -> Callable[[Shape], Scan]:
@@ -133,7 +138,7 @@ def contenders(peers: Path | None = None) -> dict[str, Callable[[Shape], Scan]]:
 
     found = {"ours": on_inputs(ours.standard), "chunked_scan": on_inputs(plain.standard)}
     try:
-        scan = package(peers)
+        scan = package(peers, configs)
     except Exception as error:  # whatever an import of another library runs into keeps it out
         print(f"mamba-ssm is left out: {type(error).__name__}: {error}", flush=True)
     else:
@@ -208,13 +213,20 @@ def row(found: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def compare(name: str | None, only: list[str] | None, device: str, peers: Path | None) -> None:
+def compare(name: str | None, only: list[str] | None, device: str, peers: Path | None, configs: int | None) -> None:
     """Measure every contender at every shape; what one of them raises keeps it out there, and no other."""
-    found = memory_bound.selected(contenders(peers), only)
+    found = memory_bound.selected(contenders(peers, configs), only)
     checked, shapes = (CHECKED, SHAPES) if device == "cuda" else ((TINY,), (TINY,))
-    data: dict[str, Any] = {"machine": machine(), "errors": {}, "raised": {}, "figures": []}
+    data: dict[str, Any] = {
+        "machine": machine(),
+        "launches of mamba-ssm's kernels": configs or "all",
+        "errors": {},
+        "raised": {},
+        "figures": [],
+    }
     for each, contender in found.items():
-        data["errors"][each] = {str(shape): errors(each, contender, shape, device) for shape in checked}
+        of = checked[:1] if configs and each == "mamba-ssm" else checked
+        data["errors"][each] = {str(shape): errors(each, contender, shape, device) for shape in of}
     for shape, (each, contender) in itertools.product(shapes, found.items()):
         try:
             data["figures"].append(measure(each, contender(shape), shape, device))
@@ -261,15 +273,15 @@ BENCHMARK = memory_bound.benchmark({str(shape): shape for shape in SHAPES}, comp
 
 
 def candidates() -> Iterator[tuple[str, Launches]]:
-    """The table's launches with one kernel's changed, by the kernel's name, for chunks of 64 and 128."""
-    added_up = ("pair_gradients", "product_gradients")
-    for chunk, field in itertools.product((64, 128), fields(Launches)):
+    """The table's launches with one kernel's changed, by the kernel's name."""
+    for field in fields(Launches):
         if field.name in ("chunk", "scores"):
             continue
-        sizes = itertools.product((32, 64), (64, 128), (4, 8), (1, 2, 3), (8, 16) if field.name in added_up else (1,))
-        for columns, states, warps, stages, heads in sizes:
-            launch = Launch(columns, states, warps, stages, heads)
-            yield field.name, replace(table.SIXTEEN_BITS, chunk=chunk, **{field.name: launch})
+        slices = (8, 16) if field.name in ("pair_gradients", "product_gradients") else (1,)
+        limits = ((4, None), (4, 168), (8, None), (8, 128))
+        for states, stages, heads, (warps, registers) in itertools.product((64, 128), (1, 2, 3), slices, limits):
+            launch = Launch(64, states, warps, stages, heads, registers)
+            yield field.name, replace(table.SIXTEEN_BITS, **{field.name: launch})
 
 
 def kernel_milliseconds(what: str, launches: Launches, shape: Shape, repeats: int = 3) -> float:
@@ -305,29 +317,30 @@ def tune(only: list[str] | None) -> None:
     with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
         reasons = list(pool.map(compiled, every))
     print("compiled", flush=True)
-    for what, chunk in itertools.product(dict.fromkeys(name for name, _ in every), (64, 128)):
+    for what in dict.fromkeys(name for name, _ in every):
         times = []
         for (name, launches), reason in zip(every, reasons, strict=True):
-            if name == what and launches.chunk == chunk and not reason:
+            if name == what and not reason:
                 times.append((kernel_milliseconds(what, launches, SHAPES[0]), getattr(launches, what)))
         for milliseconds, launch in sorted(times, key=lambda pair: pair[0])[:6]:
-            print(f"{what}, chunks of {chunk}: {milliseconds:.3f} ms {launch}", flush=True)
+            print(f"{what} {milliseconds:.3f} ms {launch}", flush=True)
     for (name, launches), reason in zip(every, reasons, strict=True):
         if reason:
-            print(f"{name}, chunks of {launches.chunk} {getattr(launches, name)}: {reason[:150]}")
+            print(f"{name} {getattr(launches, name)}: {reason[:150]}")
 
 
 def main() -> None:
     parser = memory_bound.parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--peers", type=Path, help="a folder with mamba-ssm's sources, instead of the package")
+    parser.add_argument("--peer-configs", type=int, help="launches that each of mamba-ssm's kernels chooses from")
     options = parser.parse_args()
     if options.device == "cpu":
         mend_interpreter()
     if options.tune:
         tune(options.only)
     else:
-        compare(options.name, options.only, options.device, options.peers)
+        compare(options.name, options.only, options.device, options.peers, options.peer_configs)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def test_decays_gain_what_the_recurrence_gives_them_in_bfloat16(shape):
 def test_no_result_depends_on_the_length_of_chunks(monkeypatch):
     inputs, found = drawn(70, 2, 1), []
     for chunk in (16, 64):
-        monkeypatch.setattr(launch, "FLOAT32", launch.replace(launch.ODD_WIDTHS, chunk=chunk))
+        monkeypatch.setattr(launch, "FLOAT32", launch.replace(launch.FLOAT32, chunk=chunk))
         found.append(gradients(kernels.standard, inputs))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
@@ -101,14 +101,14 @@ def test_slices_of_a_group_are_equal(heads, most, found):
 
 
 @pytest.mark.parametrize(
-    "widths, dtype, shared_bytes, chosen",
+    "widths, dtype, found",
     [
-        ((64, 128), torch.bfloat16, 228 << 10, "SIXTEEN_BITS"),
-        ((80, 128), torch.float16, 99 << 10, "SIXTEEN_BITS_IN_64_KIB"),
-        ((64, 16), torch.bfloat16, 228 << 10, "ODD_WIDTHS"),
-        ((65, 128), torch.bfloat16, 228 << 10, "ODD_WIDTHS"),
-        ((64, 128), torch.float32, 228 << 10, "FLOAT32"),
+        ((64, 128), torch.bfloat16, torch.bfloat16),
+        ((80, 128), torch.float16, torch.float16),
+        ((64, 16), torch.bfloat16, torch.float32),
+        ((65, 128), torch.bfloat16, torch.float32),
+        ((64, 128), torch.float32, torch.float32),
     ],
 )
-def test_launches_by_widths_dtype_and_memory(widths, dtype, shared_bytes, chosen):
-    assert launch.launches(*widths, dtype, shared_bytes) is getattr(launch, chosen)
+def test_narrow_heads_are_multiplied_in_float32(widths, dtype, found):
+    assert launch.operand_dtype(*widths, dtype, dtype, dtype) == found

@@ -3,15 +3,14 @@
 Forward saves its inputs alone. Backward computes the states again, then their gradient from the last chunk to the
 first, and then all chunks side by side.
 
-Every sum has a fixed order. Products take operands of the inputs' dtype and add up in float32; decays, time steps and
-their gradients are float32, and log-decays are added up in float64.
+Every sum has a fixed order. Products take operands of the inputs' dtype (float32 for narrow heads) and add up in
+float32; decays, time steps and their gradients are float32, and log-decays are added up in float64.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -41,8 +40,9 @@ def standard(
 ) -> tuple[Tensor, Tensor | None]:
     """The output ``[B, S, H, P]`` and the final states ``[B, H, P, N]`` or ``None``, in float32.
 
-    Takes ``x``, ``B`` and ``C`` of float32, bfloat16 and float16, which are multiplied in the widest of theirs, and
-    everything else in any floating dtype. Gradients of all floating-point inputs, from both results.
+    Takes ``x``, ``B`` and ``C`` of float32, bfloat16 and float16, which are multiplied in the widest of theirs, and in
+    float32 if heads or states are narrow; and everything else in any floating dtype. Gradients of all floating-point
+    inputs, from both results.
 
     Raises:
         TypeError: ``x``, ``B`` or ``C`` is of another dtype.
@@ -51,9 +51,7 @@ def standard(
     check_call(x, dt, A, B, C, D, dt_bias, initial_states, dt_limit, seq_idx)
     if not {x.dtype, B.dtype, C.dtype} <= set(_DTYPES):
         raise TypeError(f"x, B and C are {x.dtype}, {B.dtype} and {C.dtype}; give float32, bfloat16 or float16")
-    widest = reduce(torch.promote_types, (x.dtype, B.dtype, C.dtype))
-    values, writes, reads = (each.to(widest) for each in (x, B, C))
-    inputs = (values, dt, A, writes, reads, D, dt_bias, initial_states)
+    inputs = (x, dt, A, B, C, D, dt_bias, initial_states)
     settings = (dt_softplus, *map(float, dt_limit))
     output, final = _Scan.apply(*inputs, seq_idx, settings, return_final_states)
     return output, final if return_final_states else None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from veomni_triton.aligned_rows import begins_aligned, compact
 from veomni_triton.gpu import gpu_of, register_limit
-from veomni_triton.mamba2_scan.launch import Launch, Launches, launches, slice_of_heads, tile
+from veomni_triton.mamba2_scan.launch import Launch, Launches, launches, operand_dtype, slice_of_heads, tile
 from veomni_triton.sizes import ceil_div
 
 
@@ -43,9 +43,13 @@ class Call:
     most: float
 
     def laid_out(self) -> Call:
-        """The same call, with tensors as the kernels read them."""
-        vectors = {name: None if (x := getattr(self, name)) is None else x.contiguous() for name in ("A", "D", "bias")}
-        return replace(self, **{name: token_rows(getattr(self, name)) for name in ("x", "B", "C")}, **vectors)
+        """The same call, with tensors as the kernels read them, and those of tiles in the dtype of products."""
+        tiles = {name: getattr(self, name) for name in ("x", "B", "C")}
+        dtype = operand_dtype(*self.widths, *(each.dtype for each in tiles.values()))
+        laid_out: dict[str, Any] = {name: token_rows(each.to(dtype)) for name, each in tiles.items()}
+        for name in ("A", "D", "bias"):
+            laid_out[name] = None if (vector := getattr(self, name)) is None else vector.contiguous()
+        return replace(self, **laid_out)
 
     @cached_property
     def batch(self) -> int:
@@ -75,7 +79,7 @@ class Call:
     @cached_property
     def launches(self) -> Launches:
         """How the kernels are launched."""
-        return launches(*self.widths, self.x.dtype, gpu_of(self.x.device).shared_bytes)
+        return launches(self.x.dtype, gpu_of(self.x.device).shared_bytes)
 
     @cached_property
     def chunks(self) -> int:
@@ -98,9 +102,8 @@ class Call:
 
     def tiles(self, launch: Launch) -> tuple[int, int]:
         """How many tiles cover a head, and a state."""
-        return tuple(
-            ceil_div(width, columns) for width, columns in zip(self.widths, self._columns(launch), strict=True)
-        )  # type: ignore[return-value]
+        (width, state), (P, N) = self.widths, self._columns(launch)
+        return ceil_div(width, P), ceil_div(state, N)
 
     def shared(self, launch: Launch) -> Mapping[str, Any]:
         """What every kernel of tiles is launched with."""

@@ -2,15 +2,15 @@
 
 A chunk is nothing but a block of tokens: no result depends on its length, nor on the chunk size of a model's config.
 
-Heads and states of a multiple of 16 columns, and of more than 32, have tiles that Hopper's matrix units take whole
-(wgmma). For other widths tiles have 32 rows, whose products are made of older instructions (mma), right for every
-width: see the launches of the gated delta rule. Float32 has no matrix units, and its products are unrolled into single
-ones, so tiles are small.
+Matrix units take heads and states of a multiple of 16 columns, and of more than 32. Others are computed in float32:
+their products are small, and so few columns don't average out what rounded operands are off by, which the gradient of
+A would show. Float32 has no matrix units, and its products are unrolled into single ones, so tiles are small.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 
@@ -77,16 +77,20 @@ SIXTEEN_BITS_IN_64_KIB = replace(
     shared_gradients=Launch(64, 64, 4, 1),
 )
 _SMALL = Launch(32, 32, 4, 1)
-ODD_WIDTHS = Launches(32, *(_SMALL,) * 4, *(replace(_SMALL, heads=16),) * 2, _SMALL)
-FLOAT32 = ODD_WIDTHS
+FLOAT32 = Launches(32, *(_SMALL,) * 4, *(replace(_SMALL, heads=16),) * 2, _SMALL)
 
 
-def launches(width: int, state: int, dtype: torch.dtype, shared_bytes: int) -> Launches:
-    """The launches for heads and states so wide, on a GPU whose programs have so much shared memory."""
+def operand_dtype(width: int, state: int, *dtypes: torch.dtype) -> torch.dtype:
+    """In which dtype heads and states so wide are multiplied that come in ``dtypes``."""
+    if any(each % _SMALLEST or each < _NARROWEST for each in (width, state)):
+        return torch.float32
+    return reduce(torch.promote_types, dtypes)
+
+
+def launches(dtype: torch.dtype, shared_bytes: int) -> Launches:
+    """The launches for operands of ``dtype``, on a GPU whose programs have so much shared memory."""
     if dtype == torch.float32:
         return FLOAT32
-    if any(each % _SMALLEST or each < _NARROWEST for each in (width, state)):
-        return ODD_WIDTHS
     return SIXTEEN_BITS if shared_bytes >= SIXTEEN_BITS_BYTES else SIXTEEN_BITS_IN_64_KIB
 
 
