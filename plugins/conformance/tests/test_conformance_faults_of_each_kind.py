@@ -284,7 +284,7 @@ SMALL = [
 LARGER = [
     (nothing_is_learned_after_a_long_prompt, "'a long prompt': the result", _LOSS | _TILES),
     (counts_tokens_in_twelve_bits, "'4096 tokens, all learned': the result", _LOSS | _TILES),
-    (aligned_columns_past_a_tile, "'8192 columns': the result", _NORM | _TILES),
+    (aligned_columns_past_a_tile, "'16384 columns': the result", _NORM | _TILES),
     (wrong_under_compile, "under torch.compile, the result is off", _NORM),
     (a_hundred_and_thirty_experts, "'193 experts, the last 43 empty': the result", _EXPERTS | _TILES),
     (gradients_of_empty_experts_at_the_end, "'193 experts, the last 43 empty': the gradient", _EXPERTS | _TILES),
