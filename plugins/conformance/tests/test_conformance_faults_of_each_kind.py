@@ -276,7 +276,7 @@ SMALL = [
     (widths_of_64, "'widths of 64, twelve choices': the result", _EXPERTS),
     (the_65th_token_of_an_expert, "'one expert takes all': the result", _EXPERTS),
     (refuses_a_router_in_float32, "'a router in float32': raised ValueError", _EXPERTS | _LOW),
-    (balances_eight_choices, "'twelve of 64 experts': the", _BALANCE),
+    (balances_eight_choices, "'twelve of 64 experts, a mask': the", _BALANCE),
     (with_mode, "with mode='fast'", {"options": (KernelOption("mode", "usual", choices=("usual", "fast")),)}),
     (in_rows, "with rows=1", {"options": (_ROWS,)}),
     (in_many_rows, "with rows=512", {"options": (_ROWS,)}),

@@ -32,7 +32,7 @@ def check_modes(subject: Subject, position: Position) -> Iterator[str]:
     for name, mode in (("torch.no_grad()", torch.no_grad), ("torch.inference_mode()", torch.inference_mode)):
         yield from reveal(
             f"under {name}",
-            lambda m=mode: without_gradients(subject, position, m, subject.draw(position)),  # type: ignore[misc]
+            lambda m=mode: without_gradients(subject, position, m),  # type: ignore[misc]
         )
     modes: list[tuple[str, Callable[[], AbstractContextManager[Any]]]] = [
         (f"with {plain(dtype)} as torch's default dtype", lambda d=dtype: _default_dtype(d))  # type: ignore[misc]

@@ -83,8 +83,11 @@ def _first_run(subject: Subject, position: Position) -> tuple[_Run, str, list[st
     wrong about the call before.
     """
     sample, words = subject.draw(position), "after a first call under torch.inference_mode(), "
-    problem = partial(without_gradients, subject, position, torch.inference_mode, sample)
-    without = [*reveal("under torch.inference_mode()", problem)]
+    problem = partial(without_gradients, subject, position)
+    usual = ("under torch.no_grad()", partial(problem, torch.no_grad))
+    without = [*reveal("under torch.inference_mode()", partial(problem, torch.inference_mode, sample), without=usual)]
+    if without:  # which is said of that call, and not of the next
+        sample = subject.draw(position)
     try:
         run = _run(subject, position, sample)
     except RuntimeError as error:
@@ -97,9 +100,12 @@ def _first_run(subject: Subject, position: Position) -> tuple[_Run, str, list[st
     return run, words if subject.problem(again.outcome, subject.exact(position)) is None else "", without
 
 
-def without_gradients(subject: Subject, position: Position, mode: Callable[[], Any], sample: Sample) -> str | None:
-    """What is wrong with a call in a ``mode`` that records no gradients. ``sample`` is a copy of the one there."""
+def without_gradients(
+    subject: Subject, position: Position, mode: Callable[[], Any], sample: Sample | None = None
+) -> str | None:
+    """What is wrong with a call in a ``mode`` that records no gradients, on ``sample`` if it is given: a copy."""
     with mode():
+        sample = sample or subject.draw(position)
         results = subject.call(sample)
         problem = subject.problem(Outcome(results), subject.exact(position))
         # The result may be right although the kernel wrote into its inputs, so the inputs are compared too.
