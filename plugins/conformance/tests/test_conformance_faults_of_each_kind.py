@@ -276,7 +276,7 @@ SMALL = [
     (widths_of_64, "'widths of 64, twelve choices': the result", _EXPERTS),
     (the_65th_token_of_an_expert, "'one expert takes all': the result", _EXPERTS),
     (refuses_a_router_in_float32, "'a router in float32': raised ValueError", _EXPERTS | _LOW),
-    (balances_eight_choices, "'twelve of 64 experts': the", _BALANCE),
+    (balances_eight_choices, "'twelve of 64 experts, a mask': the", _BALANCE),
     (with_mode, "with mode='fast'", {"options": (KernelOption("mode", "usual", choices=("usual", "fast")),)}),
     (in_rows, "with rows=1", {"options": (_ROWS,)}),
     (in_many_rows, "with rows=512", {"options": (_ROWS,)}),
@@ -284,7 +284,7 @@ SMALL = [
 LARGER = [
     (nothing_is_learned_after_a_long_prompt, "'a long prompt': the result", _LOSS | _TILES),
     (counts_tokens_in_twelve_bits, "'4096 tokens, all learned': the result", _LOSS | _TILES),
-    (aligned_columns_past_a_tile, "'8192 columns': the result", _NORM | _TILES),
+    (aligned_columns_past_a_tile, "'16384 columns': the result", _NORM | _TILES),
     (wrong_under_compile, "under torch.compile, the result is off", _NORM),
     (a_hundred_and_thirty_experts, "'193 experts, the last 43 empty': the result", _EXPERTS | _TILES),
     (gradients_of_empty_experts_at_the_end, "'193 experts, the last 43 empty': the gradient", _EXPERTS | _TILES),

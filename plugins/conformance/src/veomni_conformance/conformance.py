@@ -286,12 +286,8 @@ def _smallest(subject: Subject, positions: list[Position]) -> Position | None:
         counts = (sum(x.numel() for x in some) for some in (results, tensors))
         return (any(not x.is_contiguous() for x in tensors), *counts)  # type: ignore[return-value]
 
-    def tells(position: Position) -> bool:
-        exact = subject.exact(position)
-        return all(bool(x.any()) for x in (*exact.results, *exact.gradients.values()) if x is not None)
-
     small = sorted((each for each in positions if subject.is_asked_more(each)), key=elements)
-    return next((each for each in small if tells(each)), small[0] if small else None)
+    return next((each for each in small if subject.tells(each)), small[0] if small else None)
 
 
 def _form(subject: Subject, position: Position) -> object:

@@ -13,6 +13,7 @@ which of two equal scores is chosen.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from veomni_conformance.sample_changes import INFINITE, MEMORY, ONE, USUAL, VALU
 from veomni_conformance.sample_tensors import copy_of, to_float64
 from veomni_conformance.subject import Outcome, Position, Subject, described
 from veomni_conformance.tensor_layouts import CONTIGUOUS
-from veomni_conformance.values import damage
+from veomni_conformance.values import first_damage
 from veomni_core.errors import ContractError
 from veomni_ops.contract import Sample
 
@@ -44,6 +45,8 @@ _ALONE = (
     SampleChange(rows=(0,), memory=(CONTIGUOUS,)),
     SampleChange(values=(ONE,)),
     SampleChange(values=(USUAL, ONE)),
+    SampleChange(values=(USUAL, "zero")),
+    SampleChange(values=("zero", USUAL)),
     *(SampleChange(values=(kind,)) for kind in VALUES if kind != USUAL),
     *(SampleChange(values=(kind, USUAL)) for kind in ("denormal", INFINITE)),
     SampleChange(memory=("expanded",)),
@@ -80,9 +83,10 @@ def check_generated_samples(subject: Subject, positions: list[Position], interpr
     if not bases:
         return
     for change in _ALONE[:_INTERPRETED] if interpreted else _ALONE:
-        if problem := _wrong(subject, _Call(bases[0], change)):
-            yield problem
-            return
+        for without_gradients in (False, True)[: 1 + (change.values != (USUAL,))]:
+            if problem := _wrong(subject, _Call(bases[0], change, without_gradients)):
+                yield problem
+                return
     if hypothesis_is_installed() and not interpreted:
         yield from _combined(subject, bases)
 
@@ -129,13 +133,18 @@ def _combined(subject: Subject, bases: list[Position]) -> Iterator[str]:
 
 
 def _smallest(subject: Subject, positions: list[Position]) -> list[Position]:
-    """The smallest samples, without those that have an empty tensor: changes of values would change nothing."""
+    """The smallest samples, without those that have an empty tensor, and preferably with results and gradients.
+
+    Elsewhere changes of values would change nothing.
+    """
 
     def sizes(position: Position) -> list[int]:
         return [tensor.numel() for tensor in subject.inputs(subject.sample(position)).values()]
 
     asked = [each for each in positions if subject.is_asked_more(each) and all(sizes(each))]
-    return sorted(asked, key=lambda position: sum(sizes(position)))[:_BASES]
+    asked.sort(key=lambda position: sum(sizes(position)))
+    telling = itertools.islice((each for each in asked if subject.tells(each)), _BASES)
+    return [*telling] or asked[:_BASES]
 
 
 def _wrong(subject: Subject, call: _Call) -> str | None:
@@ -145,15 +154,20 @@ def _wrong(subject: Subject, call: _Call) -> str | None:
     if exact is None:
         return None
     found: Outcome | None = None
-    called = copy_of(sample)
+    damaged, called = None, copy_of(sample)
     try:
         found = _outcome(subject, called, call)
-        problem = _damaged(subject, called, sample, found) or subject.problem(found, exact) or _not_finite(found)
+        damaged = first_damage(subject, called, sample, found.results)
+        problem = damaged or subject.problem(found, exact) or _not_finite(found)
         if INFINITE in call.change.values and _spreads_in_its_row(found):
             return None
     except Exception as error:  # whatever a kernel raises on a legal call is a failure of the kernel
         problem = f"it raises {one_line(error)}"
-    if not problem or _is_a_choice(subject, sample, exact, call.base) or not _is_certain(subject, sample, exact, found):
+    if not problem:
+        return None
+    if not damaged and (
+        _is_a_choice(subject, sample, exact, call.base) or not _is_certain(subject, sample, exact, found)
+    ):
         return None
     modes = ", under torch.no_grad()" * call.without_gradients + ", called again" * call.again
     return f"made from {sample.name!r} ({call.change}){modes}: {problem} [{described(subject, sample)}]"
@@ -171,11 +185,6 @@ def _spreads_in_its_row(found: Outcome) -> bool:
     """Whether the results are finite but for their first rows, in which an infinite element of an input may spread."""
     broken = [result for result in found.results if not result.isfinite().all()]
     return bool(broken) and all(result.dim() and bool(result[1:].isfinite().all()) for result in broken)
-
-
-def _damaged(subject: Subject, called: Sample, sample: Sample, found: Outcome) -> str | None:
-    words = next(damage(subject, called, sample, found.results), None)
-    return words and (words if words.startswith("its") else f"it {words}")
 
 
 def _not_finite(found: Outcome) -> str | None:

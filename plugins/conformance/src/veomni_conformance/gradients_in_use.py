@@ -14,7 +14,7 @@ from torch import Tensor
 from veomni_conformance.sample_tensors import map_tensors, upstream_of
 from veomni_conformance.situations import first_of, reveal
 from veomni_conformance.subject import Outcome, Position, Subject
-from veomni_conformance.values import damage
+from veomni_conformance.values import first_damage
 
 
 def check_gradients_in_use(subject: Subject, position: Position) -> Iterator[str]:
@@ -27,6 +27,9 @@ def check_gradients_in_use(subject: Subject, position: Position) -> Iterator[str
     yield from reveal("where backward() runs in two steps", lambda: _accumulated(subject, position))
     yield from reveal("in a second backward of one graph", lambda: _twice(subject, position))
     yield from reveal("where its inputs are other layers' results", lambda: _not_leaves(subject, position))
+    if subject.draws_parameters:
+        words = "where its first input is another layer's result, and the others are parameters"
+        yield from reveal(words, lambda: _not_leaves(subject, position, count=1))
     count = len(subject.exact(position).results)
     if count > 1:
         yield from first_of(
@@ -75,13 +78,15 @@ def _twice(subject: Subject, position: Position) -> str | None:
     return subject.problem(Outcome((), second), exact) or subject.problem(Outcome((), first), exact)
 
 
-def _not_leaves(subject: Subject, position: Position) -> str | None:
+def _not_leaves(subject: Subject, position: Position, count: int | None = None) -> str | None:
+    """With the first ``count`` inputs that want gradients, or all, as results of an operator."""
     leaves = subject.draw(position)
-    sample = map_tensors(leaves, lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor)
+    given = {id(tensor) for tensor in [*subject.differentiable(leaves).values()][:count]}
+    sample = map_tensors(leaves, lambda tensor: tensor.view_as(tensor) if id(tensor) in given else tensor)
     results = subject.call(sample)
     gradients = subject.gradients(results, leaves)
     detached = tuple(result.detach() for result in results)
-    written = next((f"it {found}" for found in damage(subject, leaves, subject.draw(position), detached)), None)
+    written = first_damage(subject, leaves, subject.draw(position), detached)
     return written or subject.problem(Outcome(detached, gradients), subject.exact(position))
 
 

@@ -13,21 +13,26 @@ from veomni_core.descriptions.kernel_option import KernelOption, Value
 
 
 def check_options(subject: Subject, positions: list[Position]) -> Iterator[str]:
-    """Compute every sample with each value of each option that :func:`values_asked` gives, the others at defaults."""
+    """Compute every sample with each value of each option that :func:`values_asked` gives, the others at defaults.
+
+    Then with the first such value of every option.
+    """
     kernel = subject.kernel
-    for option in subject.spec.options:
-        for value in values_asked(option):
-            configured = subject.spec.configured("the conformance check", {option.name: value})
+    asked = {option.name: values_asked(option) for option in subject.spec.options}
+    alone = [{name: value} for name, values in asked.items() for value in values]
+    together = {name: values[0] for name, values in asked.items() if values}
+    for settings in [*alone, together] if len(together) > 1 else alone:
+        chosen = " and ".join(f"{name}={value!r}" for name, value in settings.items())
 
-            def problem(position: Position) -> Iterator[str]:
-                words = f"with {option.name}={value!r}, sample {subject.sample(position).name!r}"  # noqa: B023
-                return reveal(words, lambda: subject.plain_problem(position))
+        def problem(position: Position) -> Iterator[str]:
+            words = f"with {chosen}, sample {subject.sample(position).name!r}"  # noqa: B023
+            return reveal(words, lambda: subject.plain_problem(position))
 
-            subject.kernel = configured.load()
-            try:
-                yield from first_of(sentence for position in positions for sentence in problem(position))
-            finally:
-                subject.kernel = kernel
+        subject.kernel = subject.spec.configured("the conformance check", settings).load()
+        try:
+            yield from first_of(sentence for position in positions for sentence in problem(position))
+        finally:
+            subject.kernel = kernel
 
 
 def values_asked(option: KernelOption) -> list[Value]:

@@ -21,7 +21,7 @@ from veomni_conformance.comparison import plain
 from veomni_conformance.sample_tensors import overwrite, upstream_of
 from veomni_conformance.situations import reveal
 from veomni_conformance.subject import Outcome, Position, Subject
-from veomni_conformance.values import damage
+from veomni_conformance.values import without_gradients
 from veomni_ops.contract import Sample
 
 _DELAY = 20_000_000  # GPU cycles, about 10 ms: on the wrong stream, a kernel would read its inputs too early
@@ -30,7 +30,10 @@ _DELAY = 20_000_000  # GPU cycles, about 10 ms: on the wrong stream, a kernel wo
 def check_modes(subject: Subject, position: Position) -> Iterator[str]:
     """Compare with the oracle in each mode. Under deterministic algorithms, the kernel may raise instead."""
     for name, mode in (("torch.no_grad()", torch.no_grad), ("torch.inference_mode()", torch.inference_mode)):
-        yield from reveal(f"under {name}", lambda m=mode: _without_gradients(subject, position, m))  # type: ignore[misc]
+        yield from reveal(
+            f"under {name}",
+            lambda m=mode: without_gradients(subject, position, m),  # type: ignore[misc]
+        )
     modes: list[tuple[str, Callable[[], AbstractContextManager[Any]]]] = [
         (f"with {plain(dtype)} as torch's default dtype", lambda d=dtype: _default_dtype(d))  # type: ignore[misc]
         for dtype in (torch.float64, torch.bfloat16)
@@ -53,17 +56,6 @@ def check_modes(subject: Subject, position: Position) -> Iterator[str]:
             yield from reveal(words, lambda r=reentrant: _checkpointed(subject, position, r))  # type: ignore[misc]
     if subject.device.type == "cuda":
         yield from reveal("on another CUDA stream than the default one", lambda: _on_a_stream(subject, position))
-
-
-def _without_gradients(subject: Subject, position: Position, mode: Callable[[], Any]) -> str | None:
-    with mode():
-        sample = subject.draw(position)
-        results = subject.call(sample)
-        problem = subject.problem(Outcome(results), subject.exact(position))
-        # The result may be right although the kernel wrote into its inputs, so the inputs are compared too.
-        return problem or next(
-            (f"it {found}" for found in damage(subject, sample, subject.draw(position), results)), None
-        )
 
 
 def _inside(subject: Subject, position: Position, context: Callable[[], AbstractContextManager[Any]]) -> str | None:

@@ -97,6 +97,11 @@ class Subject:
         """Whether the situations of training are checked on a sample too, besides values and gradients."""
         return position.size is Size.SMALL and not self.sample(position).values_only
 
+    def tells(self, position: Position) -> bool:
+        """Whether no result and no gradient of a sample is all zeros, which they are where every label is ignored."""
+        exact = self.exact(position)
+        return all(bool(x.any()) for x in (*exact.results, *exact.gradients.values()) if x is not None)
+
     def draw(self, position: Position, other: bool = False) -> Sample:
         """A fresh copy of one sample."""
         drawn = self.sample(position)

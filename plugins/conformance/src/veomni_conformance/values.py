@@ -5,16 +5,17 @@ inputs and incoming gradients are not written to; results share no memory with i
 missing; dtypes and shapes are the reference's; rounding is too, if the contract bounds it; no result or gradient in 16
 bits is too large or too small on average; and two runs give the same bits, if the kernel promises determinism.
 
-The first call of all is made under ``inference_mode``, as by a model that generates before it is trained: what a kernel
-keeps from it must not be a tensor that autograd refuses.
+The first call of all is made under ``inference_mode``, as by a model that generates before it is trained: it must be
+right too, and what a kernel keeps from it must not be a tensor that autograd refuses.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from veomni_conformance.comparison import bias, distance, one_line, plain, same, share_memory
 from veomni_conformance.report import CaseResult
 from veomni_conformance.sample_tensors import upstream_of
+from veomni_conformance.situations import reveal
 from veomni_conformance.subject import Outcome, Position, Subject, result_name
 from veomni_ops.contract import Sample
 
@@ -45,7 +47,7 @@ def check_values(subject: Subject, position: Position) -> CaseResult:
     name = subject.sample(position).name
     exact = subject.exact(position)
     eager = subject.reference(subject.draw(position))
-    run, words = _first_run(subject, position)
+    run, words, without = _first_run(subject, position)
     failures = [*_form(subject, run, eager)]
     if failures:
         return CaseResult(name, tuple(words + failure for failure in failures))
@@ -71,14 +73,21 @@ def check_values(subject: Subject, position: Position) -> CaseResult:
         failures += _mean_errors(subject, position, found, eager)
     if subject.spec.deterministic:
         failures += _differences(found, _run(subject, position, subject.draw(position)).outcome)
+    if not failures:
+        failures, words = without, ""
     return CaseResult(name, tuple(words + failure for failure in failures), worst_value, worst_gradient)
 
 
-def _first_run(subject: Subject, position: Position) -> tuple[_Run, str]:
-    """A run after a call under ``inference_mode`` on the same tensors; and how to begin what is wrong about it."""
+def _first_run(subject: Subject, position: Position) -> tuple[_Run, str, list[str]]:
+    """A run after a call under ``inference_mode`` on the same tensors; how to begin what is wrong about it; and what is
+    wrong about the call before.
+    """
     sample, words = subject.draw(position), "after a first call under torch.inference_mode(), "
-    with contextlib.suppress(Exception), torch.inference_mode():  # one that raises there does so in `check_modes` too
-        subject.call(sample)
+    problem = partial(without_gradients, subject, position)
+    usual = ("under torch.no_grad()", partial(problem, torch.no_grad))
+    without = [*reveal("under torch.inference_mode()", partial(problem, torch.inference_mode, sample), without=usual)]
+    if without:  # which is said of that call, and not of the next
+        sample = subject.draw(position)
     try:
         run = _run(subject, position, sample)
     except RuntimeError as error:
@@ -86,9 +95,21 @@ def _first_run(subject: Subject, position: Position) -> tuple[_Run, str]:
             raise
         raise RuntimeError(f"{words}{one_line(error)}") from error
     if subject.problem(run.outcome, subject.exact(position)) is None:
-        return run, ""
+        return run, "", without
     again = _run(subject, position, subject.draw(position))
-    return run, words if subject.problem(again.outcome, subject.exact(position)) is None else ""
+    return run, words if subject.problem(again.outcome, subject.exact(position)) is None else "", without
+
+
+def without_gradients(
+    subject: Subject, position: Position, mode: Callable[[], Any], sample: Sample | None = None
+) -> str | None:
+    """What is wrong with a call in a ``mode`` that records no gradients, on ``sample`` if it is given: a copy."""
+    with mode():
+        sample = sample or subject.draw(position)
+        results = subject.call(sample)
+        problem = subject.problem(Outcome(results), subject.exact(position))
+        # The result may be right although the kernel wrote into its inputs, so the inputs are compared too.
+        return problem or first_damage(subject, sample, subject.draw(position), results)
 
 
 def _run(subject: Subject, position: Position, sample: Sample) -> _Run:
@@ -143,6 +164,12 @@ def damage(subject: Subject, sample: Sample, fresh: Sample, results: tuple[Tenso
             yield f"its result shares memory with its input {name}"
 
 
+def first_damage(subject: Subject, sample: Sample, fresh: Sample, results: tuple[Tensor, ...]) -> str | None:
+    """The first phrase of :func:`damage`, as a part of a sentence."""
+    found = next(damage(subject, sample, fresh, results), None)
+    return found and (found if found.startswith("its") else f"it {found}")
+
+
 def _rounding(subject: Subject, result: Tensor, eager: Tensor, what: str) -> str | None:
     allowed = subject.contract.rounding.get(subject.dtype_name)
     if allowed is None or not result.numel():
@@ -171,6 +198,8 @@ def _mean_errors(subject: Subject, position: Position, found: Outcome, eager: Ou
 def _means(subject: Subject, found: Outcome, exact: Outcome, eager: Outcome) -> dict[str, tuple[float, float]]:
     """By what it is, the mean error of what has more in 16 bits than it may, and than eager code; and what it may."""
     over: dict[str, tuple[float, float]] = {}
+    if subject.dtype not in (torch.bfloat16, torch.float16):
+        return over
     contract, dtype, count = subject.contract, subject.dtype_name, len(found.results)
     triples = [
         (result_name(index, count), contract.values[dtype], *each)
@@ -183,10 +212,8 @@ def _means(subject: Subject, found: Outcome, exact: Outcome, eager: Outcome) -> 
     for what, allowed, mine, wanted, usual in triples:
         if mine is None or wanted is None or usual is None or mine.numel() < _FEW:
             continue
-        if mine.dtype not in (torch.bfloat16, torch.float16):
-            continue
         (mean, spread), (of_eager, _) = bias(mine, wanted), bias(usual, wanted)
-        limit = min(_OF_NORM * allowed.norm, _OF_SPACING * torch.finfo(mine.dtype).eps)
+        limit = min(_OF_NORM * allowed.norm, _OF_SPACING * torch.finfo(subject.dtype).eps)
         limit += _CHANCE * spread / math.sqrt(mine.numel()) + 2 * abs(of_eager)
         if abs(mean) > limit:
             over[what] = mean, limit

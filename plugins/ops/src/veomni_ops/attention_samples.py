@@ -84,10 +84,10 @@ def beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     allowed = unpadded[:, None, None, :] & torch.ones(150, 150, dtype=torch.bool, device=device).tril()
     yield Sample("long boolean mask", inputs(allowed, batch=2), needs=("dense_mask",))
     yield Sample("window past a tile", inputs(), {"sliding_window": 65}, needs=("sliding_window",))
-    lengths = torch.tensor([1, 65, 2, 33, 1, 64, 0, 17, 19], device=device)
-    yield Sample("nine packed sequences", inputs(length=202), _packed(lengths), needs=("packed",))
+    lengths = torch.tensor([0, 1, 165, 2, 33, 64, 0, 17, 0], device=device)
+    yield Sample("nine packed sequences", inputs(length=282), _packed(lengths), needs=("packed",))
     both = {**_packed(lengths), "sliding_window": 40}
-    yield Sample("nine packed sequences, window", inputs(length=202), both, needs=("packed", "sliding_window"))
+    yield Sample("nine packed sequences, window", inputs(length=282), both, needs=("packed", "sliding_window"))
     yield Sample("softcap past 128 keys", inputs(), {"softcap": 2.0, "scaling": 1.0}, needs=("softcap",))
     yield Sample("sinks past 128 keys", inputs(), {"s_aux": leaf(draw.normal(4))}, needs=("sinks",))
     bias = {"position_bias": leaf(draw.normal(1, 4, 150, 150))}
@@ -176,7 +176,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("not causal, as the call says", (grouped, *heads(2, 4, 2, 11, 32), None), {"is_causal": False})
     query_sinks = {"sinks": leaf(draw.normal(2, 4, 13, 1))}
     yield Sample("query sinks", (grouped, *heads(2, 4, 2, 13, 32), None), query_sinks, needs=("query_sinks",))
-    bias = {"position_bias": leaf(draw.normal(1, 4, 12, 12)), "scaling": 1.0}
+    bias = {"position_bias": leaf(draw.normal(2, 4, 12, 12)), "scaling": 1.0}
     yield Sample("position bias", (grouped, *heads(2, 4, 2, 12, 32), None), bias, needs=("position_bias",))
     both_kinds = ("dense_mask", "position_bias")
     bias = {"position_bias": leaf(draw.normal(2, 2, 12, 12))}
@@ -184,6 +184,8 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     preferred = draw.normal(2, 12, 12) + 9 * torch.eye(12, device=device, dtype=dtype)  # each query sees its own key
     chosen = {"indices": preferred.topk(5).indices}
     yield Sample("chosen keys", (grouped, *heads(2, 4, 2, 12, 32), None), chosen, needs=("chosen_keys",))
+    every = {"indices": draw.normal(2, 12, 12).argsort()}
+    yield Sample("every key chosen", (grouped, *heads(2, 4, 2, 12, 32), None), every, needs=("chosen_keys",))
     yield from _widths(device, dtype)
     yield from _combined_options(device, dtype)
 
@@ -243,7 +245,8 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
         query, *_ = _heads(draw, 2, 4, 2, lengths[0], 32)
         _, key, value = _heads(draw, 2, 4, 2, lengths[1], 32)
         module = AttentionModule(2, causal, from_the_first_key=first)
-        only_with, not_with = ("", BY_LENGTHS) if first else (BY_LENGTHS if causal and mask is None else "", "")
+        aligned = causal and mask is None and lengths[0] > 1  # a single query sees all keys
+        only_with, not_with = ("", BY_LENGTHS) if first else (BY_LENGTHS if aligned else "", "")
         call = (module, query, key, value, mask)
         return Sample(name, call, kw, needs, values_only=True, only_with=only_with, not_with=not_with)
 
@@ -254,18 +257,18 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
         return leaf(draw.normal(heads))
 
     yield edge("not causal at a shape seen before", is_causal=False)
-    yield edge("causal, as the call says", causal=False, is_causal=True)
+    yield edge("causal, as the call says", widths=(256, 256), causal=False, is_causal=True)
     yield edge("one key head, given scaling", shape=(2, 8, 1, 17), widths=(80, 80), scaling=0.3)
     yield edge("groups of three", shape=(3, 6, 2, 9), widths=(112, 112))
 
     def one_key(name: str, *needs: str, length: int, **kw: Any) -> Sample:
         """A single key's weight is 1, so query and key get no gradient but rounding noise; they are detached."""
-        query, key, value = _heads(draw, 2, 4, 2, length, 32)
+        query, key, value = _heads(draw, 2, 4, 4, length, 32)
         return Sample(
-            name, (AttentionModule(2), query.detach(), key.detach(), value, None), kw, needs, values_only=True
+            name, (AttentionModule(1), query.detach(), key.detach(), value, None), kw, needs, values_only=True
         )
 
-    yield one_key("one token", length=1)
+    yield one_key("one token", length=1)  # whose result is the value
     yield across("the last queries")
     yield across("the first queries, of keys that are not written yet", first=True)
     yield across("more queries than keys", first=True, lengths=(12, 5))
@@ -279,6 +282,9 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield edge("a mask for each head, given scaling", *dense, mask=some, shape=square, scaling=0.3)
     yield edge("another mask at a shape seen before", *dense, mask=some[:, :1], shape=square)
     yield across("a mask of fewer queries", *dense, mask=some[:, :1, -5:])
+    yield across("a mask of one query", *dense, mask=some[:, :, 7:8], lengths=(1, 12))
+    numbers = draw.normal(2, 4, 12, 12).masked_fill(~some, float("-inf"))
+    yield edge("an added mask of numbers for each head", *dense, mask=numbers, shape=square)
     lowest = torch.zeros(2, 1, 12, 12, device=device, dtype=dtype).masked_fill(~without, torch.finfo(dtype).min)
     yield edge("an added mask, rows without keys", *dense, mask=lowest, shape=square, widths=(96, 96))
     yield edge("mask and softcap", *dense, "softcap", mask=some[:, :1], shape=square, softcap=2.0)
@@ -292,6 +298,8 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     on_the_left = padded(4, 12, 0).flip(1)  # and a sequence of padding alone
     yield edge("padding on the left", *padding, mask=on_the_left, shape=(3, 4, 2, 12))
     beside = (*padding, "sliding_window")
+    yield across("padding of the last queries", *padding, mask=on_the_left[:2])
+    yield across("padding of one query", *padding, mask=on_the_left[:2], lengths=(1, 12))
     yield edge("padding and window", *beside, mask=padded(11, 8), shape=square, sliding_window=3)
     yield edge("padding and softcap", *padding, *capped, mask=padded(11, 8), shape=square, softcap=2.0)
     yield edge("padding and sinks", *padding, "sinks", mask=padded(11, 8), shape=square, s_aux=sinks())
@@ -305,6 +313,7 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield edge("a window on both sides", *window, sliding_window=3, is_causal=False)
     yield across("a window of the last queries", *window, sliding_window=4)
     yield across("a window of the first queries", *window, first=True, sliding_window=4)
+    yield across("a window of one query", *window, sliding_window=4, lengths=(1, 12))
     yield edge("window and softcap", *window, "softcap", sliding_window=5, softcap=2.0)
     yield edge("window and sinks", *window, "sinks", sliding_window=5, s_aux=sinks())
     yield edge("window, softcap and sinks", *window, "softcap", "sinks", sliding_window=5, softcap=2.0, s_aux=sinks())
@@ -328,6 +337,10 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield edge("packed, window and sinks", "packed", *window, "sinks", shape=eight, s_aux=sinks(16), **few)
     yield edge("softcap alone", "softcap", softcap=1.0)
     yield edge("softcap and sinks", "softcap", "sinks", widths=(96, 64), softcap=2.0, s_aux=sinks())
-    yield edge("sinks, not causal", "sinks", s_aux=sinks(), is_causal=False)
+    yield edge("sinks, not causal, given scaling", "sinks", s_aux=sinks(), is_causal=False, scaling=0.3)
+    high = leaf(sinks().detach() * 60)  # above and below all scores, and past where float32's exponential ends
+    yield edge("high and low sinks", "sinks", s_aux=high)
+    last = {"softcap": 2.0, "s_aux": sinks(), "is_causal": False}
+    yield across("softcap and sinks of one query", "softcap", "sinks", lengths=(1, 12), **last)
     last = leaf(draw.normal(1, 4, 5, 12))
     yield across("position bias of the last queries", "position_bias", position_bias=last)

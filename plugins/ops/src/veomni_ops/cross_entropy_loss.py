@@ -134,18 +134,22 @@ def _causal_edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield edge("bias, softcap and scale", biased(), softcap=3.0, scale=0.5)
     yield edge("bias, items counted", biased(), num_items_in_batch=29, softcap=3.0)
     yield edge("fewer items than labels", problem(), num_items_in_batch=5)
-    yield edge("other items in a tensor", problem(), num_items_in_batch=torch.tensor(11, device=device))
-    yield edge("items in a tensor of floats", problem(), num_items_in_batch=torch.tensor(21.0, device=device))
+    # Each option beside each other one, mostly without the rest.
+    yield edge(
+        "other items in a tensor, and scale", problem(), num_items_in_batch=torch.tensor(11, device=device), scale=2.0
+    )
+    floats = torch.tensor(21.0, device=device)
+    yield edge("items in a tensor of floats, and softcap", problem(), num_items_in_batch=floats, softcap=3.0)
     yield edge("no label counts, items counted", problem(ignored=16), num_items_in_batch=29)
     yield edge("one token", problem(tokens=1, ignored=0))
     yield edge("no tokens", problem(tokens=0, ignored=0))
     hidden, weight, labels, bias = biased(ignored=0)
     labels[::3], labels[1], labels[-1] = 0, 63, 63
-    yield edge("the first word is ignored", (hidden, weight, labels, bias), ignore_index=0)
+    yield edge("the first word is ignored, and scale", (hidden, weight, labels, bias), ignore_index=0, scale=0.5)
     yield edge("the last word is ignored", (hidden, weight, labels), ignore_index=63, num_items_in_batch=29)
     labels = labels.clone()
     labels[::3] = -1
-    yield edge("ignored below zero", (hidden, weight, labels), ignore_index=-1)
+    yield edge("ignored below zero, and softcap", (hidden, weight, labels), ignore_index=-1, softcap=3.0)
     hidden, weight, labels, bias = biased()
     yield edge("labels of int32", (hidden, weight, labels.int()))
     labels[::4] = 7
@@ -163,6 +167,7 @@ def _causal_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[
     yield Sample("8192 words, softcap", _problem(draw, tokens=19, hidden=40, vocabulary=8192), options)
     yield Sample("one word past 4096", _problem(draw, tokens=9, hidden=16, vocabulary=4097))
     yield Sample("a long prompt", _masked(_problem(draw, tokens=1217, hidden=16, vocabulary=40, ignored=1090)))
+    yield Sample("one token past 2048", _problem(draw, tokens=2049, hidden=8, vocabulary=33, ignored=2040))
     few = {"num_items_in_batch": 64} if dtype == torch.float16 else {}  # as in _causal_large
     yield Sample("4096 tokens, all learned", _problem(draw, tokens=4096, hidden=8, vocabulary=33), few)
 

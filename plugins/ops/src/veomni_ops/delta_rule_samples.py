@@ -65,16 +65,23 @@ class DeltaRuleSamples:
         def edge(name: str, problem: tuple[Tensor, ...], **options: Any) -> Sample:
             return Sample(name, problem, {**_NORMED, **options}, values_only=True)
 
+        unnormed = {"use_qk_l2norm_in_kernel": False}
+        of_length: dict[int, dict[str, Any]] = {16: unnormed, 33: {"scale": 0.7}}
         for length in (1, 2, 16, 33, 63, 64, 65, 129):
-            state = _state(draw, 1)
-            name = "1 token" if length == 1 else f"{length} tokens"
-            yield edge(name, self._problem(draw, 1, length), initial_state=state, output_final_state=True)
+            kept = {"initial_state": _state(draw, 1), "output_final_state": True, **of_length.get(length, {})}
+            problem = self._problem(draw, 1, length, key_scale=0.3 if length == 16 else 1.0)
+            yield edge("1 token" if length == 1 else f"{length} tokens", problem, **kept)
         yield edge("no tokens", self._problem(draw, 2, 0), initial_state=_state(draw, 2), output_final_state=True)
-        for ends in ((64, 128, 128, 129, 133, 136), (63, 64, 65, 131), (1, 2, 3, 70), (0, 5, 5, 40, 40)):
+        for ends, some in (
+            ((64, 128, 128, 129, 133, 136), {}),
+            ((63, 64, 65, 131), {"scale": 0.7}),
+            ((1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 70), {}),
+            ((0, 5, 5, 40, 40), unnormed),
+        ):
             bounds, states = _bounds_at(device, *ends), _state(draw, len(ends))
-            words = f"packed at {', '.join(map(str, ends))}"
-            problem = self._problem(draw, 1, ends[-1])
-            yield edge(words, problem, cu_seqlens=bounds, initial_state=states, output_final_state=True)
+            problem = self._problem(draw, 1, ends[-1], key_scale=0.3 if some == unnormed else 1.0)
+            kept = {"cu_seqlens": bounds, "initial_state": states, "output_final_state": True, **some}
+            yield edge(f"packed at {', '.join(map(str, ends))}", problem, **kept)
         bounds = _bounds_at(device, 21, dtype=torch.int64)
         yield edge("one packed sequence", self._problem(draw, 1, 21), cu_seqlens=bounds)
         bounds = _bounds_at(device, 30, 75)
@@ -89,8 +96,8 @@ class DeltaRuleSamples:
         yield edge(
             "packed, a final state alone", self._problem(draw, 1, 20), cu_seqlens=bounds, output_final_state=True
         )
-        yield edge("an initial state alone", self._problem(draw, 3, 18), initial_state=_state(draw, 3))
-        kept: dict[str, Any] = {"initial_state": _state(draw, 2), "output_final_state": True}
+        yield edge("an initial state alone", self._problem(draw, 3, 18, (1, 3)), initial_state=_state(draw, 3, 3))
+        kept = {"initial_state": _state(draw, 2), "output_final_state": True}
         yield edge("large decay", self._problem(draw, 2, 70, decay=30.0), **kept)
         q, k, v, g, beta = self._problem(draw, 1, 70)
         kept = {"initial_state": _state(draw, 1), "output_final_state": True}
@@ -107,7 +114,11 @@ class DeltaRuleSamples:
         kept = {"output_final_state": True}
         yield edge("no decay", (q, k, v, leaf(torch.zeros_like(g)), leaf(all_or_nothing)), **kept)
         yield edge("beta up to 2", (q, k, v, g, leaf(beta.detach() * 2)), output_final_state=True)
-        yield edge("another scale", self._problem(draw, 2, 12), scale=0.7)
+        q, k, *others = self._problem(draw, 2, 12)
+        q, k = (leaf(x.detach() * 1e-3) for x in (q, k))  # where the norm's eps counts
+        with torch.no_grad():
+            q[:, 3], k[:, 5] = 0.0, 0.0
+        yield edge("another scale, and small keys", (q, k, *others), scale=0.7)
         narrow = self._problem(draw, 2, 20, widths=(12, 3))
         yield edge("values narrower than keys", narrow, output_final_state=True, scale=0.3)
         yield edge("values wider than keys", self._problem(draw, 2, 20, widths=(4, 24)), output_final_state=True)

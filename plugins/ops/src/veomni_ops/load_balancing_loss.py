@@ -148,6 +148,7 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     mask = torch.ones(4, 150, dtype=torch.long, device=device)
     mask[1, 100:], mask[3, 7:] = 0, 0
     yield Sample("six layers and a long mask", (logits(6, 600, 16), 16, 4, mask))
+    yield Sample("33 layers", (logits(33, 11, 8), 8, 2))
     # The last ones get no token.
     few = _logits(Draw(device, dtype, seed=1), 2, 97, 193, skew=-4.0)
     yield Sample("193 experts, many of them empty", (few, 193, 12))
@@ -185,7 +186,7 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     holes = mask.clone()
     holes[0, 1:7:2] = 0
     for name, args in (
-        ("padding on the left", (logits(2, 24, 8), 8, 2, mask)),
+        ("padding on the left, in floats", (logits(2, 24, 8), 8, 2, mask.float())),
         ("a boolean mask with holes", (logits(2, 24, 8), 8, 2, holes.bool())),
         ("one layer and a mask, top 1", (logits(1, 24, 8), 8, 1, mask)),
         ("every expert but one", (logits(2, 12, 4), 4, 3)),
@@ -196,7 +197,7 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     padded[1, :9], padded[3] = 0, 0
     some = logits(3, 65, 16, skew=1.0)
     yield Sample("65 tokens, one sequence all padding", (some, 16, 9, padded), values_only=True)
-    yield Sample("twelve of 64 experts", (logits(2, 65, 64, skew=1.0), 64, 12), values_only=True)
+    yield Sample("twelve of 64 experts, a mask", (logits(2, 65, 64, skew=1.0), 64, 12, padded), values_only=True)
     yield Sample("one expert", (logits(2, 9, 1), 1, 1), values_only=True)
 
 

@@ -216,8 +216,9 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     problems = _Problems(device, dtype)
     yield Sample("odd sizes", problems.call(3, 13, (3, 3), (5, 7)), problems.of_heads(3))
     yield Sample("both states", problems.call(2, 19), {**problems.of_heads(), **problems.states(2)})
-    packed = {"seq_idx": problems.packed([1, 8, 1, 5, 9], [24], [23, 1]), **problems.of_heads(), **problems.states(3)}
-    yield Sample("packed, both states", problems.call(3, 24), packed)
+    numbers = problems.packed([1, 8, 1, 5, 9], [24], [23, 1])
+    packed = {"seq_idx": numbers, **problems.of_heads(4), **problems.states(3, 4)}
+    yield Sample("packed, both states", problems.call(3, 24, (4, 2)), packed)
     yield Sample("heads in groups", problems.call(1, 11, (8, 2), (4, 8)), problems.of_heads(8))
     yield Sample("time steps as they come", _positive(problems.call(1, 17)), {"return_final_states": True})
     limited = {**problems.of_heads(), "dt_limit": (0.3, 0.6)}
@@ -252,7 +253,8 @@ def _edges(problems: _Problems) -> Iterator[Sample]:
     yield edge("no tokens", problems.call(2, 0))
     for lengths in ([64, 64, 1, 2, 3], [63, 1, 1, 66], [1, 1, 1, 67], [1] * 20):
         call = problems.call(1, sum(lengths))
-        yield edge(f"packed, of {', '.join(map(str, lengths))}", call, seq_idx=problems.packed(lengths))
+        limited = {"dt_limit": (0.2, 0.5)} if len(lengths) == 5 else {}
+        yield edge(f"packed, of {', '.join(map(str, lengths))}", call, seq_idx=problems.packed(lengths), **limited)
     numbers = problems.packed([21]).long() + 3
     yield edge("one sequence whose number is 3", problems.call(1, 21), seq_idx=numbers)
     numbers = torch.tensor([7, 0, 7, 900, 5, 0], device=problems.device)  # int64; some come back
@@ -267,6 +269,8 @@ def _edges(problems: _Problems) -> Iterator[Sample]:
     sudden[:, 5::9] = 800.0  # nearly everything is forgotten here, and what comes after is as exact as ever
     yield edge("forgets at once", (x, leaf(sudden), A, B, C), dt_limit=(0.0, 200.0))
     yield edge("no decay", (x, dt, leaf(torch.zeros_like(A)), B, C), dt_bias=None)
+    plain = {"dt_softplus": False, "dt_limit": (0.1, 0.9)}
+    yield edge("time steps as they come, a bias and limits", _positive(problems.call(1, 12)), **plain)
     yield edge("time steps of one size", problems.call(1, 20), dt_limit=(0.25, 0.25), D=None)
     yield edge("without D and a bias", problems.call(2, 20), D=None, dt_bias=None)
     states = problems.states(3, width=1, state=1)["initial_states"]

@@ -124,7 +124,7 @@ def _samples(weighted: bool, weight_shift: float) -> SampleMaker:
         zeros = draw.normal(4, 96)
         zeros[1], zeros[2, ::3] = 0.0, 0.0  # as a padding token gives, and a ReLU
         yield Sample("zeros", (leaf(zeros), weight(96), 1e-3), values_only=True)
-        yield Sample("without eps", (leaf(draw.normal(3, 40)), weight(40), 0.0), values_only=True)
+        yield Sample("without eps", (leaf(draw.normal(3, 40, scale=1e-3)), weight(40), 0.0), values_only=True)
         for shape in ((2, 3, 4, 64), (2, 1, 3, 2, 40)):
             x = leaf(draw.normal(*shape))
             yield Sample(f"{len(shape)} dimensions", (x, weight(shape[-1]), 1e-5), values_only=True)
@@ -142,7 +142,7 @@ def _samples(weighted: bool, weight_shift: float) -> SampleMaker:
 
 
 def _beyond_a_tile(weighted: bool, weight_shift: float) -> SampleMaker:
-    shapes = {"past 2048 columns": (5, 5003), "8192 columns": (2, 8192), "past 65535 rows": (65_601, 16)}
+    shapes = {"past 2048 columns": (5, 5003), "16384 columns": (2, 16_384), "past 65535 rows": (65_601, 16)}
     return _sized(shapes, weighted, weight_shift)
 
 

@@ -123,12 +123,17 @@ def _sized(shapes: dict[str, tuple[int, int]], group_size: int | None) -> Sample
         for name, shape in shapes.items():
             weight = leaf(draw.normal(shape[1], scale=0.3, shift=1.0))
             x, gate = leaf(draw.normal(*shape)), leaf(draw.normal(*shape))
-            yield Sample(name, (x, gate, weight, 1e-6), {"group_size": group_size})
+            size = group_size or (48 if "groups" in name else None)
+            yield Sample(name, (x, gate, weight, 1e-6), {"group_size": size})
 
     return samples
 
 
-_BEYOND_A_TILE = {"past 2048 columns": (5, 4128), "8192 columns": (2, 8192), "past 65535 rows": (65_601, 32)}
+_BEYOND_A_TILE = {
+    "past 2048 columns in groups": (5, 4128),
+    "16384 columns": (2, 16_384),
+    "past 65535 rows": (65_601, 32),
+}
 _LARGE = {"a model's rows": (16_387, 4096)}
 _LARGE_GROUP = 512  # Mamba 2 divides its rows by eight
 VALUES = {

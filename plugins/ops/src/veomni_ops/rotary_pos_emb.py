@@ -265,6 +265,8 @@ class _Drawn:
         row = [alone(x) for x in self.heads(1, (2, 2), 5, 48)]
         queries = row[:1] * len(row)  # gradients of both uses add up
         yield Sample("queries that are the keys", (*queries, *self.angles(1, 5, 48, 24)), values_only=True)
+        cos = torch.ones_like(self.angles(1, 1, 32, 16)[0])  # of the first position
+        yield Sample("results equal to the heads", (*self.heads(2, (4, 2), 1, 32), cos, 0 * cos), values_only=True)
 
 
 def _shaped(shapes: tuple[_Shape, ...], arity: int, whole: bool, layout: AngleLayout) -> SampleMaker:

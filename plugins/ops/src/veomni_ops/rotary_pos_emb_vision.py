@@ -104,6 +104,8 @@ def _samples(device: torch.device, dtype: torch.dtype, whole: bool) -> Iterator[
     yield Sample("angles that want gradients", (*rows, *wanting), values_only=True)
     both = heads(2, 5, 4, 32)  # gradients of both uses add up
     yield Sample("queries that are the keys", (both, both, *angles(2, 5, 32)), values_only=True)
+    ones = torch.ones_like(angles(1, 32)[0])
+    yield Sample("results equal to the heads", (heads(1, 2, 32), heads(1, 2, 32), ones, ones * 0), values_only=True)
 
 
 def _patches(device: torch.device, dtype: torch.dtype, whole: bool, shapes: tuple[_Shape, ...]) -> Iterator[Sample]:

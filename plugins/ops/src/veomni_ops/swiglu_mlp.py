@@ -107,7 +107,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
     yield Sample("past 2048 columns", (leaf(draw.normal(3, 5003)), leaf(draw.normal(3, 5003))))
-    yield Sample("8192 columns", (leaf(draw.normal(2, 8192)), leaf(draw.normal(2, 8192))))
+    yield Sample("16384 columns", (leaf(draw.normal(2, 16_384)), leaf(draw.normal(2, 16_384))))
     yield Sample("past 65535 rows", (leaf(draw.normal(65_601, 8, scale=0.5)), leaf(draw.normal(65_601, 8))))
 
 

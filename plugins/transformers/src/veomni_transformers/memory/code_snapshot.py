@@ -85,8 +85,12 @@ class CodeSnapshot:
         self._modules: dict[str, ref[Any]] = {}
         self._spaces: list[_Space] = []
         self._functions: list[tuple[ref[Any], CodeType, list[Any]]] = []
-        self._plain_functions: list[tuple[ref[Any], CodeType, Any]] = []
-        self._seen: dict[int, tuple[Any, int]] = {}  # and how deep: an object is read again where it is less so
+        self._plain_functions: list[Any] = []  # a reference, a code and the defaults of each, one after the other
+        # How deep an object was seen, by its id: it is read again where it is less so. There are no tuples here and in
+        # what is kept: tens of thousands have the garbage collector walk through all that the process has.
+        self._seen: dict[int, int] = {}
+        self._kept: list[Any] = []  # what has the ids
+        self._chained: dict[str, list[tuple[str, str]]] = {}
         self._waiting: deque[tuple[Any, int]] = deque()
         self._names: set[str] = set()
         self._followed = {_package(_home(root)) for root in roots} | {
@@ -104,7 +108,7 @@ class CodeSnapshot:
         for name, module in self._modules.items():
             if not self._is_followed(name):
                 self._space(module(), partial(_some, self._names.intersection(_vars(module()))), False)
-        del self._seen, self._waiting, self._names, self._followed
+        del self._seen, self._kept, self._chained, self._waiting, self._names, self._followed
 
     def holds(self) -> bool:
         """Whether all of it is as it was. What was imported since, as a module of a package, is no change."""
@@ -125,14 +129,16 @@ class CodeSnapshot:
             return self._contents(value, _read_dict if kind is dict else list, depth) if depth < _DEEPEST else _ANYTHING
         if kind in _PARTS:
             return self._contents(value, _PARTS[kind], depth)
-        _, before = self._seen.get(id(value), (None, _DEEPEST + 1))
+        before = self._seen.get(id(value), _DEEPEST + 1)
         if before > _DEEPEST or (depth < before and not issubclass(kind, _NAMESPACES)):
-            self._seen[id(value)] = (value, min(depth, _DEEPEST))
+            if before > _DEEPEST:
+                self._kept.append(value)
+            self._seen[id(value)] = min(depth, _DEEPEST)
             self._waiting.append((value, depth))
         return _weak(value)
 
     def _contents(self, value: Any, read: Callable[[Any], Sequence[Any]], depth: int) -> _Contents:
-        return _Contents(type(value), read, [self._expected(each, depth + 1) for each in read(value)])
+        return _Contents(type(value), read, (self._expected(each, depth + 1) for each in read(value)))
 
     def _read(self, value: Any, depth: int) -> None:
         kind = type(value)  # and not isinstance, which asks the object for its class: some are lazy
@@ -169,7 +175,7 @@ class CodeSnapshot:
         followed = self._is_followed(home)
         defaults, plain = function.__defaults__, not (function.__kwdefaults__ or function.__closure__ or vars(function))
         if plain and all(type(each) in _PLAIN for each in defaults or ()):
-            self._plain_functions.append((ref(function), function.__code__, defaults))
+            self._plain_functions += (ref(function), function.__code__, defaults)
         else:
             expected = [self._expected(each, 1) if followed else _ANYTHING for each in _parts_of(function)]
             self._functions.append((ref(function), function.__code__, expected))
@@ -197,24 +203,30 @@ class CodeSnapshot:
             weak = ref(owner)
         except TypeError:
             return
-        names, expected = [], []
-        for name, value in list(read(owner).items()):
-            names.append(name)
-            ignored = name in _IGNORED or (name in _LAZY and issubclass(type(owner), ModuleType))
-            if ignored or not (followed or issubclass(type(value), _CODE)):
+        space = read(owner)
+        names, values, expected = list(space), list(space.values()), []
+        lazy = _LAZY if issubclass(type(owner), ModuleType) else ()
+        for name, value in zip(names, values, strict=True):
+            kind = type(value)
+            if name in _IGNORED or name in lazy:
                 expected.append(_ANYTHING)
             elif followed:
-                expected.append(self._expected(value, depth))
+                expected.append(value if kind in _PLAIN else self._expected(value, depth))
             else:
-                expected.append(_weak(value))
+                expected.append(_weak(value) if issubclass(kind, _CODE) else _ANYTHING)
         self._spaces.append(_Space(weak, read, names, expected, followed))
 
     def _find_chained(self) -> None:
         """Modules that code reaches as attributes of modules that are not followed: ``nn.functional``."""
         for name in list(self._modules):
-            for inner, value in list(_vars(sys.modules.get(name)).items()):
-                if type(value) is ModuleType and inner in self._names and not inner.startswith("_"):
-                    self._name(value.__name__)
+            if name not in self._chained:
+                held = list(_vars(sys.modules.get(name)).items())
+                self._chained[name] = [
+                    (inner, value.__name__) for inner, value in held if type(value) is ModuleType and inner[:1] != "_"
+                ]
+            for inner, module in self._chained[name]:
+                if inner in self._names:
+                    self._name(module)
 
     def _name(self, module: str) -> None:
         if module in sys.modules:
@@ -265,16 +277,17 @@ class _Space:
         return self.followed or callable(value) or hasattr(type(value), "__get__")
 
 
-class _Contents:
-    """What a container, a property or a bound method is made of."""
+class _Contents(list[Any]):
+    """What is expected in a container, a property or a bound method."""
 
-    __slots__ = ("expected", "kind", "read")
+    __slots__ = ("kind", "read")
 
-    def __init__(self, kind: type, read: Callable[[Any], Sequence[Any]], expected: list[Any]) -> None:
-        self.kind, self.read, self.expected = kind, read, expected
+    def __init__(self, kind: type, read: Callable[[Any], Sequence[Any]], expected: Iterable[Any]) -> None:
+        super().__init__(expected)
+        self.kind, self.read = kind, read
 
     def matches(self, value: Any) -> bool:
-        return type(value) is self.kind and _all_match(self.expected, self.read(value))
+        return type(value) is self.kind and _all_match(self, self.read(value))
 
 
 def _all_match(expected: Sequence[Any], found: Sequence[Any]) -> bool:
@@ -295,9 +308,10 @@ def _has_its_code(function: ref[Any], code: CodeType, expected: list[Any]) -> bo
     return found is not None and found.__code__ is code and _all_match(expected, _parts_of(found))
 
 
-def _have_their_code(functions: Iterable[tuple[ref[Any], CodeType, Any]]) -> bool:
+def _have_their_code(functions: Iterable[Any]) -> bool:
     """As :func:`_has_its_code`, for functions that close over nothing and whose defaults are plain values."""
-    for function, code, defaults in functions:
+    of_each = iter(functions)
+    for function, code, defaults in zip(of_each, of_each, of_each, strict=True):
         found = function()
         if found is None or found.__code__ is not code or found.__defaults__ is not defaults:
             return False

@@ -75,11 +75,14 @@ def run(module: nn.Module, forward: Function, functions: Iterable[str], candidat
             return Run((), "it reshapes its queries and keys in a way that is not recognised")
         return Run(tuple(seen if positions is not None else map(_with_stand_ins, seen)), why_it_ended)
 
-    return tuple(
-        next((run for run in runs if run.calls or not run.why_it_ended), runs[0])
-        for positions in candidates
-        if (runs := [attempt(leading, positions) for leading in ((BATCH, LENGTH), (LENGTH,))])
-    )
+    def tried(positions: Any) -> Run:
+        in_a_batch = attempt((BATCH, LENGTH), positions)
+        if in_a_batch.calls or not in_a_batch.why_it_ended:
+            return in_a_batch
+        alone = attempt((LENGTH,), positions)
+        return alone if alone.calls or not alone.why_it_ended else in_a_batch
+
+    return tuple(map(tried, candidates))
 
 
 def _recorder(name: str, seen: list[Call]) -> Function:
