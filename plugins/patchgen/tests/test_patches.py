@@ -145,7 +145,9 @@ def test_fields_that_upstream_passes_are_not_lost(planted):
         planted.generate(code)
     declared = code.replace('forward")', 'forward", declares="no cache in training")')
     assert "# patchgen: declares: no cache in training" in planted.generate(declared).text
-    with pytest.raises(PatchError, match="DenseOutput has no field hiden. Its fields: cache, hidden"):
+    with pytest.raises(
+        PatchError, match=r"DenseOutput \(upstream's line 10\) has no field hiden. Its fields: cache, hidden"
+    ):
         planted.generate(code.replace("hidden=x", "hiden=x, cache=x"))
 
 
@@ -256,8 +258,13 @@ def test_what_an_exclusion_leaves_dead_goes_too_and_what_refers_to_it_is_named(p
     names = run(generated)
     assert names["__all__"] == ["DenseModel"] and "gone_with_the_talker" not in names
     assert "unused_before" in names, "upstream itself did not use it"
+    code += 'config.exclude_from_output("DenseLayer", "DenseTwin")\n'
+    assert run(planted.generate(code))["DenseModel"]._no_split_modules == []
+    planted.change("_no_split_modules", "records = {1: 'DenseLayer'}\n    _no_split_modules")
+    with pytest.raises(PatchError, match="refers to DenseLayer, in DenseModel. Override"):
+        planted.generate(code)
     with pytest.raises(PatchError, match="refers to DenseLayer, in DenseTwin, DenseModel"):
-        planted.generate(code + 'config.exclude_from_output("DenseLayer")\n')
+        planted.generate(code.replace(', "DenseTwin"', ""))
     with pytest.raises(PatchError, match="no class or function DenseTalkr. Did you mean 'DenseTalker'"):
         planted.generate(code + 'config.exclude_from_output("DenseTalkr")\n')
 

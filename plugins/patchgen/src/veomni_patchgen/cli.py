@@ -12,7 +12,7 @@ import typer
 from veomni_core.commands import fit, render_table
 from veomni_core.errors import ConfigError
 from veomni_patchgen.config import PatchConfig
-from veomni_patchgen.drift import drifted
+from veomni_patchgen.drift import drifted, moved
 from veomni_patchgen.errors import PatchError
 from veomni_patchgen.generation import Generated, generate
 from veomni_patchgen.patch_file import configs_in, load_patches
@@ -64,7 +64,10 @@ def patchgen(
         except PatchError as error:
             if not check:
                 raise
-            print(fit(f"{name}: {error}"))
+            file = folder / config.target_file
+            upstream = _other(config, source) or read_source(config.source_module)
+            for line in (*str(error).splitlines(), *(moved(config, upstream, file) if file.is_file() else ())):
+                print(fit(f"{name}: {line}"))
             failed = True
             continue
         if diff:
