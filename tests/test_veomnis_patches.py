@@ -92,9 +92,9 @@ PLANTED = [
      "isinstance(module, AudioPositionEmbedding)"),
     # a field is lost
     ("llama", r"@auto_docstring\nclass LlamaForCausalLM", "@dataclass\nclass CausalLMOutputWithPast:\n"
-     r"    loss: object\n    hidden_states: object\n    attentions: object\n\n\n\g<0>",
+     r"    logits: object\n    attentions: object\n\n\n\g<0>",
      "modify_method LlamaForCausalLM.forward: CausalLMOutputWithPast (upstream's line ",
-     "has no field past_key_values. Its fields: attentions, hidden_states, loss"),
+     "has no field loss. Its fields: attentions, logits"),
     # one that is left out, and one that a sibling's function is renamed to
     ("qwen2_5_omni", r"\bQwen2_5OmniToken2WavModel\b", "Qwen2_5OmniVoiceModel",
      "exclude_from_output: transformers.models.qwen2_5_omni.modeling_qwen2_5_omni has no class or function "

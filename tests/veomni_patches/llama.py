@@ -54,12 +54,12 @@ def causal_forward(original_forward, self, *args, labels=None, **kwargs):
     hidden = outputs.last_hidden_state
     shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
     loss = causal_loss(hidden.flatten(0, 1), self.lm_head.weight, shifted.flatten())
-    return CausalLMOutputWithPast(
-        loss=loss,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-    )
+    return CausalLMOutputWithPast(loss=loss, **others(outputs))
+
+
+def others(outputs):
+    """What is passed on, by names of which 5.24 has changed one (past_key_values, cache)."""
+    return {name: value for name, value in outputs.items() if name not in ("loss", "last_hidden_state")}
 
 
 # Upstream's class has no body: `class LlamaForSequenceClassification(...): ...`.
@@ -71,13 +71,7 @@ def classified(self, input_ids=None, labels=None, **kwargs):
         loss = seq_cls_loss(found.logits, labels)
     elif labels is not None:
         loss = nn.functional.cross_entropy(found.logits, labels)
-    return SequenceClassifierOutputWithPast(
-        loss=loss,
-        logits=found.logits,
-        past_key_values=found.past_key_values,
-        hidden_states=found.hidden_states,
-        attentions=found.attentions,
-    )
+    return SequenceClassifierOutputWithPast(loss=loss, **others(found))
 
 
 @config.example

@@ -59,6 +59,23 @@ def test_files_are_written_listed_and_found_unchanged(planted, file, capsys):
     assert (planted.folder / "elsewhere" / file.name).read_text() == file.read_text()
 
 
+def test_all_takes_every_file_with_a_config_here_and_below(planted, file, capsys):
+    below = planted.folder / "below"
+    below.mkdir()
+    made = (planted.folder / "patches.py").read_text()
+    made = made.replace("from veomni_patchgen import PatchConfig, create_patch_from_external", "import veomni_patchgen")
+    made = made.replace("config = PatchConfig(", "config: object = veomni_patchgen.PatchConfig(", 1)
+    (below / "more.py").write_text(made)
+    (below / "none.py").write_text("raise ImportError('it is not imported: it makes no PatchConfig')\n")
+    patchgen(all_patches=True)
+    assert (below / "generated" / file.name).read_text() == file.read_text()
+    planted.change("        return y + self.eps\n", "        return y - self.eps\n")
+    capsys.readouterr()
+    with pytest.raises(typer.Exit):
+        patchgen(all_patches=True, check=True)
+    assert capsys.readouterr().out.count("moved under override_method DenseNorm.forward") == 2
+
+
 def test_another_layout_is_no_difference_but_an_edit_is(file, capsys):
     text = file.read_text()
     file.write_text(text.replace("return 2 * x", "return (\n            2\n            * x\n        )"))

@@ -138,8 +138,9 @@ def _has_config(path: Path) -> bool:
     text = path.read_text(encoding="utf-8", errors="replace")
     if "PatchConfig" not in text:
         return False
-    made = (each.value for each in ast.parse(text).body if isinstance(each, ast.Assign))
-    return any(isinstance(each, ast.Call) and getattr(each.func, "id", "") == "PatchConfig" for each in made)
+    made = [each.value for each in ast.parse(text).body if isinstance(each, (ast.Assign, ast.AnnAssign)) and each.value]
+    calls = (node.func for value in made for node in ast.walk(value) if isinstance(node, ast.Call))
+    return any(getattr(called, "id", getattr(called, "attr", "")) == "PatchConfig" for called in calls)
 
 
 def _beside(name: str) -> Path:
