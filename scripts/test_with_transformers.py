@@ -28,6 +28,7 @@ TESTS = (
     "plugins/transformers/tests/test_rotary.py",
     "tests/test_other_versions.py",
     "tests/test_patched_models.py",
+    "tests/test_veomnis_patches.py",
 )
 
 

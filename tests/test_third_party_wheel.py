@@ -192,3 +192,11 @@ def test_a_model_that_transformers_does_not_have_is_planned_trained_saved_and_re
     assert json.loads(said)["model"] == "AcmeParallelForCausalLM"
     (bound,) = [line for line in environment.run("-c", RELOAD, str(exported)).splitlines() if line.startswith("[")]
     assert "'rms_norm'" in bound and "'cross_entropy_loss'" in bound
+
+    published, own = str(exported), str(tmp_path / "own")  # as RELOAD has stored it
+    found = json.loads(veomni("checkpoint", "inspect", published, "--json"))
+    assert found["converter"] == "AcmeCheckpointTensorConverter" and not (found["missing"] or found["extra"])
+    veomni("checkpoint", "convert", published, own, "--layout", "fused")
+    found = json.loads(veomni("checkpoint", "inspect", own, "--json"))
+    assert found["converter"] is None and not (found["missing"] or found["extra"])
+    assert "the same logits for 16 tokens, bit for bit" in veomni("checkpoint", "verify", published, own)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import typer
 
@@ -56,6 +59,23 @@ def test_files_are_written_listed_and_found_unchanged(planted, file, capsys):
     assert (planted.folder / "elsewhere" / file.name).read_text() == file.read_text()
 
 
+def test_all_takes_every_file_with_a_config_here_and_below(planted, file, capsys):
+    below = planted.folder / "below"
+    below.mkdir()
+    made = (planted.folder / "patches.py").read_text()
+    made = made.replace("from veomni_patchgen import PatchConfig, create_patch_from_external", "import veomni_patchgen")
+    made = made.replace("config = PatchConfig(", "config: object = veomni_patchgen.PatchConfig(", 1)
+    (below / "more.py").write_text(made)
+    (below / "none.py").write_text("raise ImportError('it is not imported: it makes no PatchConfig')\n")
+    patchgen(all_patches=True)
+    assert (below / "generated" / file.name).read_text() == file.read_text()
+    planted.change("        return y + self.eps\n", "        return y - self.eps\n")
+    capsys.readouterr()
+    with pytest.raises(typer.Exit):
+        patchgen(all_patches=True, check=True)
+    assert capsys.readouterr().out.count("moved under override_method DenseNorm.forward") == 2
+
+
 def test_another_layout_is_no_difference_but_an_edit_is(file, capsys):
     text = file.read_text()
     file.write_text(text.replace("return 2 * x", "return (\n            2\n            * x\n        )"))
@@ -82,17 +102,72 @@ def test_what_moved_upstream_is_said_per_patch(planted, file, capsys):
     assert "planted.modeling_dense has changed" in check(capsys) and "none of it is under a patch" in check(capsys)
 
 
+NORM = "DenseNorm.forward\n  -    @decorated\n  -    def forward(self, x):\n  -        y = x * self.width"
+LOST = "DenseModel.forward: DenseOutput (upstream's line 10) has no field hidden. Its fields: cache, states"
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "words", "lines"),
     [
-        ("    def forward(self, x):\n        y", "    def run(self, x):\n        y", "no such method"),
-        ("DenseNorm", "DenseRMSNorm", "no class DenseNorm. Did you mean 'DenseRMSNorm'"),
-        ("    hidden: object = None\n", "    states: object = None\n", "DenseOutput has no field hidden"),
+        ("    def forward(self, x):\n        y", "    def run(self, x):\n        y", "has no such method", NORM),
+        ("DenseNorm", "DenseRMSNorm", "no class DenseNorm. Did you mean 'DenseRMSNorm'", NORM),
+        ("    hidden: object = None\n", "    states: object = None\n", LOST, ""),
     ],
 )
-def test_what_is_gone_upstream_is_an_error(planted, file, capsys, old, new, words):
+def test_what_is_gone_upstream_is_an_error_with_its_lines(planted, file, capsys, old, new, words, lines):
     planted.change(old, new)
-    assert words in check(capsys)
+    said = check(capsys)
+    assert words in said and lines in said and "none of it" not in said
+
+
+def test_a_field_that_upstream_begins_to_pass_is_named_with_its_line(planted, file, capsys):
+    planted.patches(PATCHES.replace(', declares="no cache in training"', "").replace("(x))", "(x), cache=x)"))
+    check(capsys, passes=True, fix=True)
+    planted.change("    cache: object = None\n", "    cache: object = None\n    router_logits: object = None\n")
+    planted.change("cache=k)", "cache=k, router_logits=q)")
+    said = check(capsys)
+    assert "DenseModel.forward: upstream passes router_logits to DenseOutput, and the patch does not" in said
+    assert "moved under override_method DenseModel.forward" in said and "cache=k, router_logits=q)" in said
+
+
+def test_all_that_is_gone_is_said_at_once(planted, file, capsys):
+    planted.change("DenseNorm", "DenseRMSNorm")
+    planted.change("    hidden: object = None\n", "    states: object = None\n")
+    said = check(capsys)
+    assert "no class DenseNorm" in said and LOST in said
+
+
+def test_what_moved_in_a_parent_is_under_the_patch_of_the_inherited_method(planted, monkeypatch, capsys):
+    planted.change("from .tools import", "from .shared import Shared\nfrom .tools import")
+    planted.change("class DenseTalker:", "class DenseTalker(Shared):")
+    shared = planted.folder / "planted/shared.py"
+    shared.write_text("class Shared:\n    def speak(self):\n        return 1\n")
+    planted.patches("""
+    @config.override_method("DenseTwin.forward")
+    def forward(self, x):
+        return x
+
+    @config.modify_method("DenseTalker.speak")
+    def speak(original_speak, self):
+        return original_speak(self) + 1
+    """)
+    monkeypatch.chdir(planted.folder)
+    patchgen(["patches.py"])
+    planted.change("return y + self.eps", "return y - self.eps")
+    said = check(capsys)
+    assert "moved under override_method DenseTwin.forward" in said and "+        return y - self.eps" in said
+    assert "speak" not in said
+    check(capsys, passes=True, fix=True)
+    shared.write_text(shared.read_text().replace("return 1", "return 2"))
+    assert "Shared.speak of planted.shared has changed under modify_method DenseTalker.speak" in check(capsys)
+
+
+def test_another_line_length_is_no_difference(planted, file, capsys):
+    text = file.read_text()
+    command = ["ruff", "format", "--isolated", "--line-length", "60", str(file)]
+    subprocess.run([sys.executable, "-m", *command], check=True)
+    assert file.read_text() != text
+    check(capsys, passes=True)
 
 
 def test_another_modeling_file_can_be_tried_before_it_is_installed(planted, file, capsys):

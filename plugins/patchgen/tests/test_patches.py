@@ -121,6 +121,17 @@ def test_a_target_that_is_not_there_is_refused(planted, code, words):
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "body", ["original_init(self, width, *more, eps=eps, **others)", '"""Says it."""\n    return {}']
+)
+def test_an_init_that_only_calls_upstreams_is_refused(planted, body):
+    code = '@config.modify_init("DenseNorm")\ndef init(original_init, self, width, *more, eps=1.0, **others):\n    '
+    body = body.format("original_init(self, width, *more, eps=eps, **others)")
+    with pytest.raises(PatchError, match="init changes nothing: it only calls upstream's method"):
+        planted.generate(code + body + "\n")
+    planted.generate(code + body.replace("eps=eps", "eps=2 * eps") + "\n")
+
+
 def test_a_patch_that_changes_nothing_is_refused(planted):
     code = """
     @config.override_method("DenseNorm.forward")
@@ -145,7 +156,9 @@ def test_fields_that_upstream_passes_are_not_lost(planted):
         planted.generate(code)
     declared = code.replace('forward")', 'forward", declares="no cache in training")')
     assert "# patchgen: declares: no cache in training" in planted.generate(declared).text
-    with pytest.raises(PatchError, match="DenseOutput has no field hiden. Its fields: cache, hidden"):
+    with pytest.raises(
+        PatchError, match=r"DenseOutput \(upstream's line 10\) has no field hiden. Its fields: cache, hidden"
+    ):
         planted.generate(code.replace("hidden=x", "hiden=x, cache=x"))
 
 
@@ -201,6 +214,15 @@ forward = scaled = None
     names = run(generated)
     assert names["DenseNorm"](1).forward(2) == -2 and names["rotate"](1, 2) == (1, 2) and names["FLAG"]
     assert generated.config.target_file == "patched_npu.py"
+    # As VeOmni's own configs take a sibling's over, one list at a time.
+    extended = """
+    config.post_import_blocks.extend(dense_config.post_import_blocks)
+    config.helpers.extend(dense_config.helpers)
+    config.additional_imports.extend(dense_config.additional_imports)
+    config.override_method("DenseNorm.forward", replacement=dense_config.patches[0].replacement)
+    """
+    names = run(planted.generate(extended, "sibling", head.replace(", inherits=dense_config", "")))
+    assert names["DenseNorm"](1).forward(2) == 4 and names["FLAG"] and names["rotate"](1, 2) == (-1, -2)
 
 
 def test_helpers_come_along_or_are_named(planted):
@@ -256,8 +278,13 @@ def test_what_an_exclusion_leaves_dead_goes_too_and_what_refers_to_it_is_named(p
     names = run(generated)
     assert names["__all__"] == ["DenseModel"] and "gone_with_the_talker" not in names
     assert "unused_before" in names, "upstream itself did not use it"
+    code += 'config.exclude_from_output("DenseLayer", "DenseTwin")\n'
+    assert run(planted.generate(code))["DenseModel"]._no_split_modules == []
+    planted.change("_no_split_modules", "records = {1: 'DenseLayer'}\n    _no_split_modules")
+    with pytest.raises(PatchError, match="refers to DenseLayer, in DenseModel. Override"):
+        planted.generate(code)
     with pytest.raises(PatchError, match="refers to DenseLayer, in DenseTwin, DenseModel"):
-        planted.generate(code + 'config.exclude_from_output("DenseLayer")\n')
+        planted.generate(code.replace(', "DenseTwin"', ""))
     with pytest.raises(PatchError, match="no class or function DenseTalkr. Did you mean 'DenseTalker'"):
         planted.generate(code + 'config.exclude_from_output("DenseTalkr")\n')
 

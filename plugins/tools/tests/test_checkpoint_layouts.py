@@ -127,7 +127,7 @@ def test_a_full_disk_is_seen_before_and_while_it_is_written(tmp_path, monkeypatc
         with pytest.raises(HostError, match=r"the weights take 14,816 bytes, and the disk of .* has 100 free"):
             convert(str(tmp_path / "a"), tmp_path / "b", layout="fused")
     with monkeypatch.context() as patched:
-        patched.setattr(streamed_files.os, "fsync", _full)
+        patched.setattr("os.fsync", _full)
         with pytest.raises(HostError, match="No space left on device.*the same command goes on with the others"):
             convert(str(tmp_path / "a"), tmp_path / "b", layout="fused")
     assert not (tmp_path / "b").exists()

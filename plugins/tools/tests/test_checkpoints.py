@@ -286,6 +286,14 @@ def test_experts_that_are_missing_or_of_other_sizes_are_not_converted(folder, tm
         convert(str(folder), tmp_path / "b", layout="fused")
 
 
+def test_experts_that_the_model_does_not_have_are_extra_and_not_converted(folder, tmp_path, capsys):
+    more = EXPERT.replace("experts.1.", "experts.9.")
+    rewrite(folder, **{more: torch.ones(12, 16, dtype=torch.bfloat16)})
+    assert examined(folder, capsys)["extra"] == [more]
+    with pytest.raises(CheckpointError, match=f"the model has no such experts: {more}. Use the config of these"):
+        convert(str(folder), tmp_path / "b", layout="fused")
+
+
 def test_a_square_that_nothing_decides_is_refused_until_it_is_said(tmp_path, capsys):
     saved("qwen3_vl_moe", tmp_path / "a", 8)  # 2I = H
     tensors = tensors_in(tmp_path / "a")

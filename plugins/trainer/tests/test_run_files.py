@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from veomni_core.errors import CheckpointError, ConfigError
-from veomni_trainer.output.files import publish_folder, write_whole
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import append_metrics, figures, read_metrics, steady, truncate_metrics
+from veomni_transformers.whole_files import publish_folder, write_whole
 
 
 def _checkpoint(run: Path, step: int, complete: bool = True) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,7 +80,22 @@ def _calling(original: str, function: cst.FunctionDef) -> cst.FunctionDef:
     changed: Any = wrapper.module.visit(_Replaced(used, cst.parse_expression(original))).body[0]
     if not used:
         raise PatchError(f"{function.name.value}: it never calls its first parameter, upstream's method; override it")
+    if _only_calls(function, first):
+        raise PatchError(f"{function.name.value} changes nothing: it only calls upstream's method. Remove the patch")
     return changed.with_changes(params=changed.params.with_changes(params=changed.params.params[1:]))
+
+
+def _only_calls(function: cst.FunctionDef, first: str) -> bool:
+    """Whether the body is a call of the first parameter with all others as they came."""
+    found: Any = ast.parse(cst.Module([function.with_changes(decorators=())]).code).body[0]
+    body = [each for each in found.body if not isinstance(getattr(each, "value", None), ast.Constant)]
+    given = found.args
+    names = [each.arg for each in (*given.posonlyargs, *given.args)][1:]
+    names += [f"*{given.vararg.arg}"] if given.vararg else []
+    names += [f"{each.arg}={each.arg}" for each in given.kwonlyargs]
+    names += [f"**{given.kwarg.arg}"] if given.kwarg else []
+    call = ast.dump(ast.parse(f"{first}({', '.join(names)})").body[0].value)  # type: ignore[attr-defined]
+    return len(body) == 1 and ast.dump(getattr(body[0], "value", None) or body[0]) == call
 
 
 def _lines(node: cst.ClassDef) -> list[Any]:

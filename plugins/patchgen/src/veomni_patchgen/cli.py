@@ -12,7 +12,7 @@ import typer
 from veomni_core.commands import fit, render_table
 from veomni_core.errors import ConfigError
 from veomni_patchgen.config import PatchConfig
-from veomni_patchgen.drift import drifted
+from veomni_patchgen.drift import drifted, moved
 from veomni_patchgen.errors import PatchError
 from veomni_patchgen.generation import Generated, generate
 from veomni_patchgen.patch_file import configs_in, load_patches
@@ -64,7 +64,10 @@ def patchgen(
         except PatchError as error:
             if not check:
                 raise
-            print(fit(f"{name}: {error}"))
+            file = folder / config.target_file
+            upstream = _other(config, source) or read_source(config.source_module)
+            for line in (*str(error).splitlines(), *(moved(config, upstream, file) if file.is_file() else ())):
+                print(fit(f"{name}: {line}"))
             failed = True
             continue
         if diff:
@@ -135,8 +138,9 @@ def _has_config(path: Path) -> bool:
     text = path.read_text(encoding="utf-8", errors="replace")
     if "PatchConfig" not in text:
         return False
-    made = (each.value for each in ast.parse(text).body if isinstance(each, ast.Assign))
-    return any(isinstance(each, ast.Call) and getattr(each.func, "id", "") == "PatchConfig" for each in made)
+    made = [each.value for each in ast.parse(text).body if isinstance(each, (ast.Assign, ast.AnnAssign)) and each.value]
+    calls = (node.func for value in made for node in ast.walk(value) if isinstance(node, ast.Call))
+    return any(getattr(called, "id", getattr(called, "attr", "")) == "PatchConfig" for called in calls)
 
 
 def _beside(name: str) -> Path:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from veomni_core.errors import ConfigError
-from veomni_patchgen.config import Patch
+from veomni_patchgen.config import Patch, PatchConfig
 from veomni_patchgen.generation import Generated
 from veomni_patchgen.layout import formatted
-from veomni_patchgen.source import Source
+from veomni_patchgen.source import Source, inherited_code, inherited_method
 from veomni_transformers.generated_modeling import record_of
 
+_SHOWN = 8  # lines of code that is gone
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
@@ -29,45 +30,73 @@ def drifted(generated: Generated, folder: Path) -> list[str]:
         return [f"{file} is missing"]
     text = file.read_text(encoding="utf-8")
     beside = file.with_suffix(".diff")
-    if formatted(text)[0] == generated.text:
+    if _laid_out(text) == _laid_out(generated.text):
         stale = not beside.is_file() or beside.read_text(encoding="utf-8") != generated.diff
         return [f"{beside} is missing or old"] if stale else []
     try:
         record = record_of(file)
     except ConfigError as error:
         return [str(error)]
-    if record["sha256"] == generated.source.digest:
-        return [f"{file}: {line}" for line in _edits(text, generated.text)]
-    moved = f"{file}: {generated.source.name} has changed since {record['version'] or 'then'}"
-    before = upstream_before(text, beside.read_text(encoding="utf-8") if beside.is_file() else "")
-    if before is None or Source("", before).digest != record["sha256"]:
-        return [f"{moved}; which lines can't be said, since {beside.name} doesn't belong to {file.name}"]
-    under = [f"{file}: {line}" for each in generated.config.all_patches()
-             for line in moved_lines(each, before, generated.source.text)]  # fmt: skip
-    return [moved, *(under or [f"{file}: none of it is under a patch"])]
+    said = moved(generated.config, generated.source, file) or _edits(text, generated)
+    if said == [_changed(generated.source, record)]:
+        said.append("none of it is under a patch")
+    return [f"{file}: {line}" for line in said]
 
 
-def moved_lines(patch: Patch, before: str, now: str) -> list[str]:
+def moved(config: PatchConfig, source: Source, file: Path) -> list[str]:
+    """What has changed upstream since ``file`` was generated, under which patch; empty if nothing has.
+
+    Raises:
+        ConfigError: ``file`` was not generated.
+    """
+    record, patches = record_of(file), {each.target: each for each in config.all_patches()}
+    found = [
+        f"{where} has changed under {patches[target].title}"
+        for target, (where, digest) in inherited_code(patches.values(), source).items()
+        if record.get("inherited", {}).get(target, (where, digest))[1] != digest
+    ]
+    if record["sha256"] == source.digest:
+        return found
+    found.insert(0, _changed(source, record))
+    beside = file.with_suffix(".diff")
+    text, _ = formatted(file.read_text(encoding="utf-8"))
+    text = upstream_before(text, beside.read_text(encoding="utf-8") if beside.is_file() else "") or ""
+    before = Source(source.name, text)
+    if before.digest != record["sha256"]:
+        return [*found, f"which lines can't be said, since {beside.name} doesn't belong to {file.name}"]
+    return [*found, *(line for each in patches.values() for line in moved_lines(each, before, source))]
+
+
+def _laid_out(text: str) -> str:
+    return formatted(text, "format.skip-magic-trailing-comma=true")[0]  # which shorter lines have brought
+
+
+def _changed(source: Source, record: Mapping[str, Any]) -> str:
+    return f"{source.name} has changed since {record['version'] or 'then'}"
+
+
+def moved_lines(patch: Patch, before: Source, now: Source) -> list[str]:
     """What changed in upstream's code that ``patch`` changes: its lines now, and the code then and now."""
     old, new = _target(before, patch.target), _target(now, patch.target)
-    if old is None or new is None:
-        return (
-            []
-            if old is new
-            else [
-                f"{patch.title}: upstream {'has' if old is None else 'had'} it only {'now' if old is None else 'then'}"
-            ]
-        )
-    (_, then), (start, here) = old, new
-    if then == here:
+    if old is None or old == new:
         return []
+    start, then = old
+    if new is None:
+        gone = [f"-{line}" for line in then[:_SHOWN]] + ["..."] * (len(then) > _SHOWN)
+        what = f"upstream's {_lines(start, len(then))} of then are gone under {patch.title}"
+        return ["\n  ".join([what, *gone])]
+    start, here = new
     found = []
     for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, then, here, autojunk=False).get_opcodes():
         if tag != "equal":
-            lines = f"line {start + j1}" if j2 - j1 < 2 else f"lines {start + j1} to {start + j2 - 1}"
             changed = [f"-{line}" for line in then[i1:i2]] + [f"+{line}" for line in here[j1:j2]]
-            found.append("\n  ".join([f"upstream's {lines} moved under {patch.title}", *changed]))
+            what = f"upstream's {_lines(start + j1, j2 - j1)} moved under {patch.title}"
+            found.append("\n  ".join([what, *changed]))
     return found
+
+
+def _lines(start: int, count: int) -> str:
+    return f"line {start}" if count < 2 else f"lines {start} to {start + count - 1}"
 
 
 def upstream_before(text: str, diff: str) -> str | None:
@@ -99,21 +128,25 @@ def _hunks(diff: str) -> Iterator[tuple[int, list[str]]]:
         yield start, hunk
 
 
-def _target(text: str, target: str) -> tuple[int, list[str]] | None:
-    """The first line and the lines of a class, a function or a method."""
-    body: Any = ast.parse(text).body
-    found = None
+def _target(source: Source, target: str) -> tuple[int, list[str]] | None:
+    """The first line and the lines of a class, a function or a method, be it inherited."""
+    owner, _, method = target.partition(".")
+    if method and (found := inherited_method(owner, method, source)):
+        source, target = found[0], f"{found[1].name.value}.{method}"
+    body: Any = ast.parse(source.text).body
+    node = None
     for name in target.split("."):
-        found = next((each for each in body if getattr(each, "name", None) == name), None)
-        body = getattr(found, "body", ())
-    if found is None:
+        node = next((each for each in body if getattr(each, "name", None) == name), None)
+        body = getattr(node, "body", ())
+    if node is None:
         return None
-    start = min([found.lineno, *(each.lineno for each in found.decorator_list)])
-    return start, text.splitlines()[start - 1 : found.end_lineno]
+    start = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    return start, source.text.splitlines()[start - 1 : node.end_lineno]
 
 
-def _edits(text: str, now: str) -> list[str]:
-    lines = list(
-        difflib.unified_diff(text.splitlines(), now.splitlines(), "the file", "generated now", lineterm="", n=0)
+def _edits(text: str, generated: Generated) -> list[str]:
+    changes = difflib.unified_diff(
+        text.splitlines(), generated.text.splitlines(), "the file", "generated now", lineterm="", n=0
     )
-    return ["it was edited by hand, or its patches have changed:\n  " + "\n  ".join(lines[2:22])]
+    return ["it was edited by hand, or its patches or upstream's version have changed:\n  "
+            + "\n  ".join([*changes][2:22])]  # fmt: skip

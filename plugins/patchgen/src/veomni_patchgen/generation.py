@@ -20,7 +20,7 @@ from veomni_patchgen.module_text import ModuleText
 from veomni_patchgen.names import new_prefix, renamed, source_of
 from veomni_patchgen.patch_file import PatchFile
 from veomni_patchgen.result_fields import check_fields, check_sibling_fields
-from veomni_patchgen.source import Source, lineage, method_of, read_source
+from veomni_patchgen.source import Source, inherited_method, lineage, method_of, read_source
 from veomni_patchgen.supplies import Supplies
 
 
@@ -78,12 +78,18 @@ def generate(config: PatchConfig, source: Source | None = None, without: Collect
         module.blocks += cst.parse_module(block.strip() + "\n").body
     for helper in config.helpers:
         supplies.add_helper(helper)
+    errors = []
     for patch in patches:
-        _apply(patch, module, supplies)
+        try:
+            _apply(patch, module, supplies)
+        except PatchError as error:  # all of them at once
+            errors.append(str(error))
         supplies.notes += _not_reached(patch, source)
+    if errors:
+        raise PatchError("\n".join(errors))
     module.leave_out_unused()
     supplies.build_own_classes()
-    module.filter_public(config.excluded)
+    module.filter_lists(config.excluded)
     supplies.check_own_imports(config)
     module.check_references([*config.excluded, *module.left_out])
     body = with_head(module.finished(), config, source, patches)
@@ -110,7 +116,10 @@ def _apply(patch: Patch, module: ModuleText, supplies: Supplies) -> None:
         after = _external(patch, module, supplies)
     else:
         code, rename = _code(patch, supplies)
-        upstream = method_of(before, method) if method else before
+        upstream = before
+        if method:
+            owned = inherited_method(owner, method, module.source) if patch.kind == OVERRIDE else None
+            upstream = method_of(owned[1], method) if owned else None
         if patch.kind == OVERRIDE:
             check_method(owner, method, patch.new, module.source)
             after = with_method(before, with_marker(overriding(before, method, code), _marker(patch)))
@@ -118,8 +127,7 @@ def _apply(patch: Patch, module: ModuleText, supplies: Supplies) -> None:
             after = wrapped(before, method, with_marker(code, _marker(patch)), module.source)
         else:
             after = with_marker(code.with_changes(name=cst.Name(patch.target)), _marker(patch))
-        if patch.kind != MODIFY:
-            check_fields(patch.title, code, upstream, module.source, bool(patch.declares))
+        check_fields(patch.title, code, upstream, module.source, bool(patch.declares))
         supplies.bring(PatchFile.of(patch.replacement), _raw(patch), rename, patch.title)
     if _same(before, after):
         raise PatchError(f"{patch.title} changes nothing: upstream's code is the same. Remove the patch")

@@ -14,6 +14,7 @@ from veomni_patchgen.names import BUILTINS, bound_names, free_names, immediate_n
 from veomni_patchgen.source import Source
 
 _PUBLIC = "__all__"
+_LISTS = (_PUBLIC, "_no_split_modules")
 
 
 class ModuleText:
@@ -66,7 +67,10 @@ class ModuleText:
     def exclude(self, names: Iterable[str]) -> None:
         """Leave upstream's definitions of ``names`` out, and their strings in ``__all__``."""
         for name in names:
-            self.source.definition(name, (cst.ClassDef, cst.FunctionDef), "class or function")  # type: ignore[arg-type]
+            try:
+                self.source.definition(name, (cst.ClassDef, cst.FunctionDef), "class or function")  # type: ignore[arg-type]
+            except PatchError as error:
+                raise PatchError(f"exclude_from_output: {error}") from None
             del self.statements[self._index(name)]
 
     def leave_out_unused(self) -> None:
@@ -83,11 +87,13 @@ class ModuleText:
             self.left_out += dead
             self.statements = [kept for each in self.statements if (kept := _less(each, dead)) is not None]
 
-    def filter_public(self, excluded: Iterable[str]) -> None:
-        """Take the names that were left out from ``__all__``."""
-        gone = {*excluded, *self.left_out}
-        if self.defines(_PUBLIC):
-            self.replace(_PUBLIC, self.get(_PUBLIC).visit(_Listed(gone)))
+    def filter_lists(self, excluded: Iterable[str]) -> None:
+        """Take the names that were left out from ``__all__``, and from classes' ``_no_split_modules``."""
+        listed = _Listed({*excluded, *self.left_out})
+        self.statements = [
+            each.visit(listed) if isinstance(each, cst.ClassDef) or _PUBLIC in self._binds(each) else each
+            for each in self.statements
+        ]
 
     def check_references(self, gone: Iterable[str]) -> None:
         """Raise PatchError if a name is used that nothing binds, or text that names a class which was left out."""
@@ -208,8 +214,16 @@ class _Texts(cst.CSTVisitor):
 
 
 class _Listed(cst.CSTTransformer):
+    """Takes strings out of the lists that are assigned to :data:`_LISTS`."""
+
     def __init__(self, gone: set[str]) -> None:
         self._gone = gone
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
+        return False
+
+    def visit_Assign(self, node: cst.Assign) -> bool:
+        return any(isinstance(each.target, cst.Name) and each.target.value in _LISTS for each in node.targets)
 
     def leave_Element(self, original_node: cst.Element, updated_node: cst.Element) -> Any:
         value = original_node.value

@@ -9,6 +9,8 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import GlobalScope, MetadataWrapper, ScopeProvider
 
+from veomni_patchgen.imports import imported_names
+
 BUILTINS = frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "__spec__", "__package__"}
 
 
@@ -16,6 +18,8 @@ def bound_names(statement: cst.BaseStatement) -> frozenset[str]:
     """The names that ``statement``, at the top level of a module, binds there."""
     if isinstance(statement, (cst.ClassDef, cst.FunctionDef)):
         return frozenset([statement.name.value])
+    if _is_import(statement):  # without the scopes, which take long
+        return frozenset(imported_names(statement, ""))
     return frozenset(
         assignment.name
         for scope in _scopes(_read(statement))
@@ -24,8 +28,17 @@ def bound_names(statement: cst.BaseStatement) -> frozenset[str]:
     )
 
 
+def _is_import(statement: Any) -> bool:
+    return isinstance(statement, cst.SimpleStatementLine) and all(
+        isinstance(each, (cst.Import, cst.ImportFrom)) and not isinstance(each.names, cst.ImportStar)
+        for each in statement.body
+    )
+
+
 def free_names(statement: cst.BaseStatement) -> frozenset[str]:
     """The names that ``statement`` takes from its module or from Python, in annotations in quotes too."""
+    if _is_import(statement):
+        return frozenset()
     return frozenset(name for name, _ in _free(_read(statement)))
 
 
@@ -34,6 +47,8 @@ def immediate_names(statement: cst.BaseStatement) -> frozenset[str]:
 
     Names in function bodies and in quotes are not.
     """
+    if _is_import(statement):
+        return frozenset()
     left: Any = statement.visit(_WithoutBodies())
     return frozenset(name for name, node in _free(_read(left)) if isinstance(node, cst.Name))
 

@@ -28,7 +28,9 @@ def check_fields(title: str, code: Any, upstream: Any | None, source: Source, de
             continue
         if unknown := passed - fields - {"**"}:
             known = ", ".join(sorted(fields))
-            raise PatchError(f"{title}: {name} has no field {', '.join(sorted(unknown))}. Its fields: {known}")
+            line = source.line_of(name)
+            where = f" (upstream's line {line})" if line else ""
+            raise PatchError(f"{title}: {name}{where} has no field {', '.join(sorted(unknown))}. Its fields: {known}")
         lost = before.get(name, frozenset()) - passed
         if lost and "**" not in passed and not declared:
             raise PatchError(

@@ -6,7 +6,8 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import libcst as cst
 
 from veomni_core.errors import did_you_mean
+from veomni_patchgen.config import Patch
 from veomni_patchgen.errors import PatchError
 from veomni_patchgen.imports import Imported, imported_names
 from veomni_patchgen.names import bound_names
@@ -48,7 +50,7 @@ class Source:
 
     @functools.cached_property
     def statements(self) -> Mapping[str, cst.BaseStatement]:
-        """The top-level statement that binds each name last; what is imported is not among them."""
+        """The top-level statement that binds each name last; for an imported one, the import."""
         found: dict[str, Any] = {}
         for statement in self.tree.body:
             found |= dict.fromkeys(bound_names(statement), statement)
@@ -61,6 +63,11 @@ class Source:
         for statement in self.tree.body:
             found |= imported_names(statement, self.package)
         return found
+
+    def line_of(self, name: str) -> int:
+        """The line in which the class or function ``name`` begins; 0 if it is not defined here."""
+        match = re.search(rf"^(class|def) {name}\b", self.text, re.MULTILINE)
+        return self.text.count("\n", 0, match.start()) + 1 if match else 0
 
     def definition(self, name: str, kind: type[Any], what: str) -> Any:
         """The class or function ``name``.
@@ -86,12 +93,18 @@ def read_source(module: str) -> Source:
     for folder in (spec.submodule_search_locations or () if spec else ()) if rest else ():
         for path in (Path(folder, *rest).with_suffix(".py"), Path(folder, *rest, "__init__.py")):
             if path.is_file():
-                return Source(module, path.read_text(encoding="utf-8"), _version(top))
+                return _kept(module, path.read_text(encoding="utf-8"), _version(top))
     if spec and spec.origin and not rest:
-        return Source(module, Path(spec.origin).read_text(encoding="utf-8"), _version(top))
+        return _kept(module, Path(spec.origin).read_text(encoding="utf-8"), _version(top))
     raise PatchError(f"{module} is not installed here, so its code can't be read. Install it, or correct its name")
 
 
+@functools.lru_cache(maxsize=64)
+def _kept(module: str, text: str, version: str) -> Source:
+    return Source(module, text, version)  # which is parsed once
+
+
+@functools.cache
 def _version(top: str) -> str:
     try:
         return importlib.metadata.version(top)
@@ -135,7 +148,19 @@ def fields_of(name: str, source: Source) -> frozenset[str] | None:
     for _, node in lineage(name, source):
         is_dataclass |= any("dataclass" in cst.Module([]).code_for_node(each.decorator) for each in node.decorators)
         for line in node.body.body:
-            for each in getattr(line, "body", ()):
+            for each in line.body if isinstance(line, cst.SimpleStatementLine) else ():  # not a method's
                 if isinstance(each, cst.AnnAssign) and isinstance(each.target, cst.Name):
                     found.add(each.target.value)
     return frozenset(found) if is_dataclass else None
+
+
+def inherited_code(patches: Iterable[Patch], source: Source) -> dict[str, tuple[str, str]]:
+    """Of each patch of a method that another file gives upstream's class: where that is, and a hash of its code."""
+    found = {}
+    for patch in patches:
+        owner, _, name = patch.target.partition(".")
+        if name and (there := inherited_method(owner, name, source)) and there[0].name != source.name:
+            code = cst.Module([method_of(there[1], name)]).code  # type: ignore[list-item]
+            where = f"{there[1].name.value}.{name} of {there[0].name}"
+            found[patch.target] = (where, hashlib.sha256(code.encode()).hexdigest()[:16])
+    return found

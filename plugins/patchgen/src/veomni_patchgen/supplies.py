@@ -185,7 +185,7 @@ def _patches_in(name: str) -> PatchFile | None:
 
 def _alike(one: Imported, other: Imported) -> bool:
     """Whether both are the same: libraries give one thing in several of their modules."""
-    if one == other:
+    if _shown(one) == _shown(other):  # `from torch import nn` is `import torch.nn as nn`
         return True
     tops = {each[0].partition(".")[0] for each in (one, other)}
     return len(tops) == 1 and one[1] is not None and one[1] == other[1]

@@ -6,7 +6,7 @@ Nothing is registered with transformers, whose tables belong to the whole proces
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,7 +40,10 @@ class CheckpointTensorConverter(Protocol):
     def convert(
         self, name: str, tensor: Tensor
     ) -> ConvertedCheckpointTensor | Sequence[ConvertedCheckpointTensor] | None:
-        """The model's tensor, or several; ``None`` if it waits for more stored ones."""
+        """The model's tensor, or several; ``None`` if it waits for more stored ones.
+
+        ``veomni checkpoint`` passes tensors on the meta device first, for names and shapes.
+        """
 
     def finalize(self) -> list[ConvertedCheckpointTensor]:
         """What is left when all have been seen; raises if stored tensors are missing for it."""
@@ -141,34 +144,51 @@ def converted_by_plugin(model: Any, folder: Path) -> dict[str, Tensor]:
     What the converter doesn't take is still in its file.
 
     Raises:
-        CheckpointError: the converter fails, or gives a tensor twice.
+        CheckpointError: as :func:`run_converter`.
         SpecError: as :func:`converter_for`.
     """
     converter = converter_for(model)
     assert converter is not None
-    found: dict[str, Tensor] = {}
+    return {each.name: each.tensor for each in run_converter(converter, _stored(folder), folder)}
+
+
+def run_converter(
+    converter: CheckpointTensorConverter, stored: Iterable[tuple[str, Tensor]], folder: Path
+) -> Iterator[ConvertedCheckpointTensor]:
+    """The ``stored`` tensors of ``folder`` under the model's names; those that the converter doesn't take, as they are.
+
+    Raises:
+        CheckpointError: the converter fails, or gives a tensor twice.
+    """
+    found = set()
     try:
-        for each in _converted(converter, folder):
+        for each in _converted(converter, stored):
             if each.name in found:
                 raise CheckpointError(f"{folder}: {each.name} is there twice once it is converted")
-            found[each.name] = each.tensor
+            found.add(each.name)
+            yield each
     except CheckpointError:
         raise
     except Exception as error:  # whatever a plugin's code raises
         raise CheckpointError(f"{folder} can't be read by {type(converter).__name__}: {error}") from error
-    return found
 
 
-def _converted(converter: CheckpointTensorConverter, folder: Path) -> Iterator[ConvertedCheckpointTensor]:
+def _converted(
+    converter: CheckpointTensorConverter, stored: Iterable[tuple[str, Tensor]]
+) -> Iterator[ConvertedCheckpointTensor]:
+    for name, tensor in stored:
+        if not converter.can_handle(name):
+            yield ConvertedCheckpointTensor(name, tensor)
+        elif (given := converter.convert(name, tensor)) is not None:
+            yield from given if isinstance(given, (list, tuple)) else (given,)
+    yield from converter.finalize() or ()
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as stored:
             for name in list(stored.keys()):
-                tensor = stored.get_tensor(name)
-                if not converter.can_handle(name):
-                    yield ConvertedCheckpointTensor(name, tensor)
-                elif (given := converter.convert(name, tensor)) is not None:
-                    yield from given if isinstance(given, (list, tuple)) else (given,)
-    yield from converter.finalize() or ()
+                yield name, stored.get_tensor(name)
 
 
 def _names(file: Path) -> list[str]:

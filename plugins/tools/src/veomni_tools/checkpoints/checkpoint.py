@@ -13,10 +13,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from veomni_core.errors import CheckpointError, ConfigError
+from veomni_tools.checkpoints.converted_files import ConvertedFiles
 from veomni_tools.checkpoints.experts import ExpertParameter, Layout, expert_parameters, one_expert
 from veomni_tools.checkpoints.weight_files import WeightFiles
 from veomni_transformers.build import build_skeleton
 from veomni_transformers.jobs.model_config import load_model_config
+from veomni_transformers.plugin_models import converter_for, is_converted_by_plugin
 
 _COPIES = ("Force16BytesAlignment",)  # of older versions of transformers
 
@@ -79,10 +81,12 @@ class Checkpoint:
         trust_remote_code: bool = False,
         square: Layout | None = None,
     ) -> None:
-        self.files = WeightFiles(folder)
+        self.files: WeightFiles = WeightFiles(folder)
         read = load_model_config(str(config or folder), trust_remote_code=trust_remote_code)
         self.quantization = _quantization(read, self.files)
         self.model: Any = build_skeleton(read, trust_remote_code=trust_remote_code)
+        if is_converted_by_plugin(self.model, folder):
+            self.files = ConvertedFiles(folder, lambda: converter_for(self.model))  # type: ignore[arg-type,return-value]
         self.parameters = expert_parameters(self.model)
         self.experts: dict[str, StoredExperts] = {}
         self.others: dict[str, str] = {}
@@ -97,6 +101,11 @@ class Checkpoint:
         for stored in self.experts.values():
             stored.layout = stored.layout or self._layout_of_a_square(stored, square)
         self.missing = [*self._missing()]
+
+    @property
+    def converter(self) -> str:
+        """The class of the plugin's converter that reads some of the stored tensors; empty if none does."""
+        return self.files.converter if isinstance(self.files, ConvertedFiles) else ""
 
     @property
     def layouts(self) -> dict[str, Layout | None]:
@@ -114,6 +123,10 @@ class Checkpoint:
         missing += [name for name in self.parameters if name not in self.experts]
         if missing:
             raise CheckpointError(f"{self.files.folder}: experts are missing: {_some(missing)}. Copy the files again")
+        if surplus := [name for name in self.extra if one_expert(name) and self._renames(name)[0] in self.parameters]:
+            raise CheckpointError(
+                f"{self.files.folder}: the model has no such experts: {_some(surplus)}. Use the config of these weights"
+            )
         wrong = [each for each in self.misshapen if each.partition(" ")[0] in self._expert_names()]
         if wrong:
             raise CheckpointError(f"{self.files.folder}: experts have other shapes than the model's: {_some(wrong)}")
@@ -146,7 +159,7 @@ class Checkpoint:
                 raise CheckpointError(f"{self.files.folder} stores {name} twice: whole, and one expert at a time")
             stored.whole = name
             return
-        if target in self._shapes:
+        if target in self._shapes and not (one and parameter):  # an expert that the model does not have
             self.others[name] = target if pattern is None else f"{target} <- {pattern}"
             shape = self.files.tensors[name].shape
             if pattern is None and shape != self._shapes[target]:

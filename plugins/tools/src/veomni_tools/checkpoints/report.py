@@ -31,6 +31,7 @@ def examined(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes": checkpoint.files.nbytes,
         "bytes_by_dtype": dict(sizes.most_common()),
         "quantization": checkpoint.quantization or None,
+        "converter": checkpoint.converter or None,
         "experts": {path: str(each) if each else None for path, each in layouts.items()},
         "square": squares,
         "layouts_that_from_pretrained_reads": [str(each) for each in readable(checkpoint)],
@@ -62,6 +63,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield render_table(("dtype", "bytes"), [(name, f"{size:,}") for name, size in found["bytes_by_dtype"].items()])
     if found["quantization"]:
         yield fit(f"quantized by {found['quantization']}; keys are compared as they are")
+    if found["converter"]:
+        yield fit(f"read by a plugin's {found['converter']}: what is said here is of the tensors that it gives")
     kinds = Counter(found["experts"].values())
     for layout, count in kinds.items():
         where = "" if len(kinds) == 1 else f": {next(p for p, each in found['experts'].items() if each == layout)} ..."

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from filelock import FileLock, Timeout
 from veomni_core.errors import ConfigError, HostError
 from veomni_tools.checkpoints.conversion import Output
 from veomni_tools.checkpoints.weight_files import MARK, itemsize
+from veomni_transformers.whole_files import publish_folder, sync
 
 _INDEX = "model.safetensors.index.json"
 _PLAN = ".plan"
@@ -58,16 +58,13 @@ def write_folder(
         with FileLock(lock, timeout=0):
             written = _fill(staging, plan, dict(zip(names, shards, strict=True)), layout, beside)
             (staging / _PLAN).unlink()
-            staging.replace(folder)
-            _sync(folder.parent)
+            publish_folder(staging, folder)
             lock.unlink(missing_ok=True)
     except Timeout:
         raise HostError(f"another process is writing {folder}; wait for it, or name another folder") from None
     except OSError as error:
-        raise HostError(
-            f"{folder} can't be written: {error}. Its finished files are kept in {staging}: the same command goes on "
-            "with the others"
-        ) from error
+        kept = f" Its finished files are kept in {staging}: the same command goes on with the others"
+        raise HostError(f"{folder} can't be written: {error}.{kept if staging.is_dir() else ''}") from error
     return written
 
 
@@ -88,8 +85,6 @@ def _fill(staging: Path, plan: str, shards: dict[str, list[Output]], layout: str
     (staging / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
     for path in beside:
         shutil.copyfile(path, staging / path.name)  # a link of the Hub's cache becomes a file
-    for path in (staging / _INDEX, *(staging / path.name for path in beside), staging):
-        _sync(path)
     return len(left)
 
 
@@ -108,8 +103,7 @@ def _write_file(path: Path, outputs: Sequence[Output], layout: str) -> None:
         for each in outputs:
             for part in each.parts():
                 stream.write(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        stream.flush()
-        os.fsync(stream.fileno())
+    sync(temporary)
     temporary.replace(path)
 
 
@@ -133,11 +127,3 @@ def _refuse_full_disk(folder: Path, needed: int) -> None:
             f"the weights take {needed:,} bytes, and the disk of {folder.parent} has {free:,} free. Free some, or name "
             "a folder on another disk"
         )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

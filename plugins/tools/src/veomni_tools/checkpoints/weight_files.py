@@ -83,11 +83,7 @@ class WeightFiles:
                     )
                 self.tensors[stored.name] = stored
         _compare(folder, index, self.tensors)
-
-    @property
-    def files(self) -> list[Path]:
-        """The files that hold tensors, in order."""
-        return list(dict.fromkeys(each.file for each in self.tensors.values()))
+        self.files = list(dict.fromkeys(each.file for each in self.tensors.values()))  # that hold tensors, in order
 
     @property
     def nbytes(self) -> int:

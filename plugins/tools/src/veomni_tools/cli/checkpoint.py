@@ -73,8 +73,9 @@ def convert(
 ) -> None:
     """Write the weights of A to B with the experts in another layout, in the memory of one expert.
 
-    All other tensors are copied under their names, config, tokenizer and generation files too. B appears when it is
-    whole; the same command goes on where an earlier one was killed.
+    All other tensors are copied under their names, config, tokenizer and generation files too. What a plugin's
+    converter takes is written under the model's names. B appears when it is whole; the same command goes on where an
+    earlier one was killed.
     """
     from veomni_tools.checkpoints.conversion import converted
     from veomni_tools.checkpoints.report import readable
@@ -87,12 +88,12 @@ def convert(
         raise ConfigError(f"{target} {what}; name a folder that doesn't exist")
     read = _checkpoint(source, config, trust_remote_code, square)
     read.refuse_quantized("convert")
-    if not read.parameters:
+    if not read.parameters and not read.converter:
         raise ConfigError(
             f"{type(read.model).__name__} has no experts, so there is one layout of it: there is nothing to do"
         )
     read.refuse_incomplete_experts()
-    if {*read.layouts.values()} == {wanted}:
+    if {*read.layouts.values()} == {wanted} and not read.converter:
         raise ConfigError(f"{source} is stored as {layout} already: there is nothing to do")
     folder = read.files.folder
     beside = {path.name: path for pattern in _COPIED for path in sorted(folder.glob(pattern)) if path.is_file()}
@@ -108,14 +109,15 @@ def convert(
         [*beside.values()],
         json_text.dumps([str(folder.resolve()), stats]),
     )
-    print(fit(f"{target}: {written} files written, experts {layout}, {read.files.nbytes:,} bytes"))
+    what = f"experts {layout}" if read.parameters else f"as {read.converter} gives it"
+    print(fit(f"{target}: {written} files written, {what}, {read.files.nbytes:,} bytes"))
     if read.missing or read.extra:
         print(
             fit(
                 f"as in {source}: {len(read.missing)} keys missing, {len(read.extra)} extra (veomni checkpoint inspect)"
             )
         )
-    if wanted not in (reads := readable(read)):
+    if read.parameters and wanted not in (reads := readable(read)):
         others = " or ".join(reads)
         print(
             fit(f"from_pretrained does not read {type(read.model).__name__} in this layout, but {others or 'no other'}")

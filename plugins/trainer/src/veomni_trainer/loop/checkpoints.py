@@ -17,11 +17,11 @@ from veomni_core.errors import CheckpointError, PlanMismatchError
 from veomni_core.planning.decisions import SiteDecision
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.train_section import TrainSection
-from veomni_trainer.output.files import publish_folder, write_whole
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.manifest import write_manifest
 from veomni_trainer.output.shards import LAYOUT, Layout, is_sharded, reason
 from veomni_trainer.output.trained_sample import Sample, logits_of, write_sample
+from veomni_transformers.whole_files import publish_folder, write_whole
 
 PLAN, JOB, SEQUENCES = "plan.json", "job.yaml", "sequences.json"
 

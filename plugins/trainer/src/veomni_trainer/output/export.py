@@ -21,11 +21,11 @@ from transformers import GenerationConfig
 from veomni_core.errors import CheckpointError, ConfigError, VeOmniError
 from veomni_trainer.output.adapters import adapted_model, copy_adapter, is_adapter, merge_adapter
 from veomni_trainer.output.endings import all_ends, asked, learned_ends
-from veomni_trainer.output.files import publish_folder
 from veomni_trainer.output.shards import is_sharded, reason
 from veomni_trainer.output.trained_sample import Sample, logits_of, read_sample
 from veomni_transformers.build import build_skeleton, check_weights, load_as_trained
 from veomni_transformers.plugin_models import tokenizer_in
+from veomni_transformers.whole_files import publish_folder
 
 _LAYER = re.compile(r"(.*?\.layers\.\d+)?")
 _CONFIGS = ("config.json", "generation_config.json")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from veomni_trainer.output.files import write_whole
+from veomni_transformers.whole_files import write_whole
 
 MANIFEST = "files.json"
 _THREADS = 4  # hashing is as fast as one disk, and files may lie on several

@@ -7,8 +7,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from veomni_trainer.output.files import write_whole
 from veomni_trainer.output.strict_json import to_json, with_nan
+from veomni_transformers.whole_files import write_whole
 
 Row = dict[str, Any]
 

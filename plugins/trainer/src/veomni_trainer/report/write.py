@@ -12,7 +12,6 @@ import yaml
 
 from veomni_core.commands import render_table
 from veomni_trainer.job.precision import PRECISIONS
-from veomni_trainer.output.files import write_whole
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import Row, figures, read_metrics
 from veomni_trainer.output.strict_json import to_json, with_nan
@@ -23,6 +22,7 @@ from veomni_trainer.report.heat_map import draw_loads
 from veomni_trainer.report.page import render
 from veomni_trainer.report.progress import gigabytes
 from veomni_trainer.report.series import Series
+from veomni_transformers.whole_files import write_whole
 
 
 def write_report(folder: RunFolder, ending: RunEnding | None = None, export: str = "") -> None:

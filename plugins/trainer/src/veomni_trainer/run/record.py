@@ -10,7 +10,6 @@ from transformers import SchedulerType, TrainerCallback, TrainerState, TrainingA
 
 from veomni_core import Binding
 from veomni_trainer.loop.trackers import Trackers
-from veomni_trainer.output.files import write_whole
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import Row, append_metrics, truncate_metrics
 from veomni_trainer.report.ending import RunEnding
@@ -18,6 +17,7 @@ from veomni_trainer.report.progress import Progress
 from veomni_trainer.report.write import write_report
 from veomni_trainer.run.console import print_once
 from veomni_trainer.run.live_report import LiveReport
+from veomni_transformers.whole_files import write_whole
 
 
 class RunRecord(TrainerCallback):

@@ -48,20 +48,20 @@ def said(module: Any, path: str, plan: Plan) -> Iterator[str]:
         for site in op.sites:
             if site.site.path == path:
                 yield fit(f"  {op.op_name}/{site.site.variant or '?'}: {site.kernel or 'eager'}")
-    own = _upstream(kind).forward
-    theirs = {layer.__code__: layer for layer in code_layers(own)}
+    own = list({layer.__code__: layer for layer in code_layers(_upstream(kind).forward)}.values())
     layers = list({layer.__code__: layer for layer in code_layers(current_forward(module))}.values())
-    code = []
-    for layer in layers:
-        if layer.__module__.startswith("veomni_core."):
-            continue  # it watches over the binding, and computes nothing
-        code += ["", f"# {_place(layer)}{_held(layer)}", *_lines(layer)]
+    layers = [layer for layer in layers if not layer.__module__.startswith("veomni_core.")]  # which watch the binding
+    for layer in tuple(layers):
+        layers += [each for each in _rebound(layer).values() if isinstance(each, FunctionType) and each not in layers]
     yield "\nWhat runs, from the outside in:"
-    yield from code
-    innermost = list(theirs.values())[-1]
-    before = _lines(innermost)
-    now = [line for line in code if line and not line.startswith("# ")]
-    yield f"\nThe difference from {_place(innermost)}:\n"
+    config = getattr(module, "config", None)
+    now = []
+    for layer in layers:
+        code = [*_held(layer, getattr(config, "_attn_implementation", None)), *_lines(layer)]
+        yield from ("", f"# {_place(layer)}", *code)
+        now += code
+    yield f"\nThe difference from {_place(own[-1])}:\n"
+    before = [line for layer in own for line in (*_held(layer, "eager"), *_lines(layer))]
     difference = list(difflib.unified_diff(before, now, "transformers", "bound", lineterm=""))
     yield from difference or ["none: the code is transformers' own"]
 
@@ -99,15 +99,22 @@ def _place(function: FunctionType) -> str:
     return f"{function.__module__}.{function.__qualname__}, line {function.__code__.co_firstlineno}"
 
 
-def _held(function: FunctionType) -> str:
-    """The functions and plain values that ``function`` closes over, and slots that it finds filled."""
+def _held(function: FunctionType, attention: str | None) -> list[str]:
+    """The functions and plain values that ``function`` closes over, slots that it finds filled, and its attention."""
     closed = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    held = {name: cell.cell_contents for name, cell in closed.items()}
+    held = {name: cell.cell_contents for name, cell in closed.items()} | _rebound(function)
+    if attention and "ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names:
+        eager = function.__globals__.get("eager_attention_forward")
+        held["the attention"] = function.__globals__["ALL_ATTENTION_FUNCTIONS"].get(attention, eager)
+    named = {name: _named(value) for name, value in held.items()}
+    return [f"#   {name} is {value}" for name, value in named.items() if value]
+
+
+def _rebound(function: FunctionType) -> dict[str, Any]:
+    """The globals that ``function`` uses, where they are not those of its module."""
     globally = {name: function.__globals__.get(name) for name in function.__code__.co_names}
     home = vars(importlib.import_module(function.__module__))
-    held |= {name: value for name, value in globally.items() if value is not None and home.get(name) is not value}
-    named = {name: _named(value) for name, value in held.items()}
-    return "".join(f"\n#   {name} is {value}" for name, value in named.items() if value)
+    return {name: value for name, value in globally.items() if value is not None and home.get(name) is not value}
 
 
 def _named(value: Any) -> str:

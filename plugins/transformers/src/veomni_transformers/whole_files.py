@@ -13,8 +13,7 @@ def write_whole(path: Path, text: str) -> None:
     try:
         with temporary.open("w", encoding="utf-8") as stream:
             stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
+        sync(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -24,12 +23,13 @@ def publish_folder(folder: Path, place: Path) -> None:
     """Move a finished folder to ``place`` atomically, after syncing its files to the disk."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            _sync(path)
+            sync(path)
     folder.replace(place)
-    _sync(place.parent)
+    sync(place.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until the file or folder ``path`` is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
