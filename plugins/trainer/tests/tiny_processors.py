@@ -116,7 +116,7 @@ def _processor(model_type: str) -> Any:
         template = _template("<ctx>", "", "<vid>")
         return transformers.InternVLProcessor(image, tokenizer, video, image_seq_length=4, chat_template=template)
     tokenizer = _tokenizer(["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"])
-    extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=1, n_fft=400, hop_length=160)
+    extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=1, n_fft=2000, hop_length=1000)  # 16 frames
     template = _template("", "<|audio_bos|><|AUDIO|><|audio_eos|>")
     return transformers.Qwen2AudioProcessor(extractor, tokenizer, chat_template=template)
 

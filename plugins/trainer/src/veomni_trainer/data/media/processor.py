@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from veomni_core.errors import ConfigError, HostError
 from veomni_trainer.data.documents import Span
 from veomni_trainer.data.media.decoding import EXTRA
 from veomni_trainer.data.media.sources import KINDS
 from veomni_trainer.data.reading import BadMedia, Unreadable
-from veomni_trainer.job.media_keys import PixelBudget
+from veomni_trainer.job.media_keys import PROCESSOR_FILES, PixelBudget
+from veomni_transformers.plugin_models import processor_in
 
-FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _PARTS = {"image": "image_processor", "video": "video_processor", "audio": "feature_extractor"}
 _ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
 _OFFSETS = "text_replacement_offsets"
@@ -26,7 +26,7 @@ _OFFSETS = "text_replacement_offsets"
 
 def has_processor(folder: Path) -> bool:
     """Whether a folder holds a processor of media."""
-    return any((folder / name).is_file() for name in FILES)
+    return any((folder / name).is_file() for name in PROCESSOR_FILES)
 
 
 class MediaProcessor:
@@ -38,7 +38,12 @@ class MediaProcessor:
         template: the chat template in place of the processor's own.
         pixels: the sizes that images are resized to.
         trust_remote_code: whether code that comes with it may run.
+
+    Attributes:
+        taken: the kinds of media that the model takes.
     """
+
+    taken: tuple[str, ...] = KINDS
 
     def __init__(
         self,
@@ -60,9 +65,7 @@ class MediaProcessor:
             ConfigError: it can't be loaded, or takes no budget of pixels.
         """
         try:
-            found: Any = AutoProcessor.from_pretrained(
-                self._folder, local_files_only=True, trust_remote_code=self._trust
-            )
+            found = processor_in(self._folder, self._trust)
         except ImportError as error:
             what = next((line for line in str(error).splitlines() if line.strip()), "a library is missing")
             raise HostError(f"the processor in {self._folder} can't be loaded here: {what} {EXTRA}") from error
@@ -83,8 +86,8 @@ class MediaProcessor:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of media that it takes."""
-        return tuple(kind for kind in KINDS if getattr(self.loaded, _PARTS[kind], None) is not None)
+        """The kinds of media that both it and the model take."""
+        return tuple(kind for kind in self.taken if getattr(self.loaded, _PARTS[kind], None) is not None)
 
     @property
     def sampling_rate(self) -> int | None:
@@ -96,7 +99,7 @@ class MediaProcessor:
         if self._pixels is not None or self._template is not None or "loaded" in self.__dict__:
             self.loaded.save_pretrained(folder)
             return
-        for name in FILES:
+        for name in PROCESSOR_FILES:
             if (self._folder / name).is_file():
                 shutil.copy2(self._folder / name, folder / name)
 
