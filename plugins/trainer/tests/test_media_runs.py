@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 import torch
+import yaml
+from test_answering import answer, veomni
 from test_media_mistakes import GOOD, chat, job_on, part
 from tiny_configs import LLAMA
-from tiny_processors import media_folder, picture
-from transformers import AutoProcessor
+from tiny_processors import COLOURS, media_folder, picture
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from veomni_core.errors import ConfigError, JobFileError
+from veomni_trainer.job.load import load_job
+from veomni_trainer.job.media_keys import PROCESSOR_FILES
 from veomni_trainer.output.export import export_checkpoint
+from veomni_trainer.run.run_job import run_job
 
 Train = Callable[..., bool]
 Losses = Callable[[Path], list[tuple[int, float]]]
@@ -54,7 +61,9 @@ def same_processor(folder: Path, job: Path) -> None:
     assert made.keys() == expected.keys() and all(torch.equal(made[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["whole", "adapter"])
+@pytest.mark.parametrize(
+    "lora", [pytest.param(None, marks=pytest.mark.thorough), {"rank": 4}], ids=["whole", "adapter"]
+)
 def test_checkpoints_and_exports_have_the_processor_of_the_job(
     pictures: dict[str, Any], train: Train, run: Path, gemma: Path, lora: Any
 ) -> None:
@@ -88,3 +97,65 @@ def test_pictures_for_a_model_without_a_tower_are_refused(
         train(pictures)
     with pytest.raises(ConfigError, match=rf"data\.image_pixels: {model} takes no images"):
         train(pictures, "data.image_pixels={max: 1024}")
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory, gemma: Path) -> Path:
+    """The run of a job that has learned to name colours, and its export."""
+    root = tmp_path_factory.mktemp("learned")
+    for colour in COLOURS:
+        picture(colour).save(root / f"{colour}.png")
+    rows = [chat("<image> What is it?", colour, images=[f"{colour}.png"]) for colour in COLOURS]
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    job = {
+        "model": {"weights": str(gemma), "ops_implementation": {"preset": "auto"}},
+        "data": {"files": "rows.jsonl", "sequence_length": 64},
+        "train": {
+            "output_dir": str(root / "run"),
+            "steps": 150,
+            "batch_size": 4,
+            "learning_rate": 4e-3,
+            "export": True,
+        },
+    }
+    job["train"]["device"] = "cpu"
+    (root / "job.yaml").write_text(yaml.safe_dump(job), encoding="utf-8")
+    run_job(load_job(root / "job.yaml"))
+    return root / "run"
+
+
+def by_transformers(folder: Path, image: Path) -> str:
+    """The likeliest answer by the model's own code and its own processor."""
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    text = processor.apply_chat_template(CHAT, add_generation_prompt=True)
+    given = processor(text=[text], images=[[PIL.Image.open(image).convert("RGB")]], return_tensors="pt")
+    with torch.no_grad():
+        found = model.generate(**given, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    return str(processor.decode(found[0, given["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+@pytest.mark.thorough
+def test_a_run_and_its_export_answer_about_a_picture(learned: Path, gemma: Path) -> None:
+    prompt, template = ("--prompt", "What is it?"), AutoProcessor.from_pretrained(gemma)
+    text = template.apply_chat_template(CHAT, add_generation_prompt=True).replace("<boi>", "<image>")
+    for colour in COLOURS:
+        image = learned.parent / f"{colour}.png"
+        assert by_transformers(learned / "model", image) == colour
+        for folder in (learned, learned / "model"):
+            assert answer("chat", folder, *prompt, "--image", image, "--max-new-tokens", 8)["text"] == colour
+        assert answer("generate", learned, "--prompt", text, "--image", image, "--max-new-tokens", 8)["text"] == colour
+
+
+@pytest.mark.thorough
+def test_an_image_that_no_one_can_answer_about_is_refused(learned: Path, pretrained: Path, tmp_path: Path) -> None:
+    image, blind = learned.parent / "red.png", shutil.copytree(learned / "model", tmp_path / "blind")
+    for name in PROCESSOR_FILES:
+        (blind / name).unlink(missing_ok=True)
+    for folder, prompt, picture_at, words in (
+        (pretrained / "llama", "hi", image, "llama takes no images; leave it out"),
+        (blind, "hi", image, "has no processor of images (processor_config.json"),
+        (learned, "hi", tmp_path / "none.png", "none.png' is not there"),
+        (learned, "<image><image>", image, "2 places for images"),
+    ):
+        error = veomni("generate", folder, "--prompt", prompt, "--image", picture_at).exception
+        assert isinstance(error, ConfigError) and words in str(error) and "--image: " in str(error), error
