@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -159,3 +162,12 @@ def test_an_image_that_no_one_can_answer_about_is_refused(learned: Path, pretrai
     ):
         error = veomni("generate", folder, "--prompt", prompt, "--image", picture_at).exception
         assert isinstance(error, ConfigError) and words in str(error) and "--image: " in str(error), error
+
+
+@pytest.mark.thorough
+def test_the_report_shows_the_first_pictures_with_their_text(learned: Path) -> None:
+    page = (learned / "report.html").read_text(encoding="utf-8")
+    shown = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt=""><figcaption><span>(.*?)</span>', page)
+    assert [words for _, words in shown] == [f"What is it? | {colour}" for colour in COLOURS]
+    for (data, _), colour in zip(shown, COLOURS, strict=True):
+        assert PIL.Image.open(io.BytesIO(base64.b64decode(data))).tobytes() == picture(colour).tobytes()

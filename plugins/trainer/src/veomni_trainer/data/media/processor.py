@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from functools import cached_property
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ from veomni_transformers.plugin_models import processor_in
 
 _PARTS = {"image": "image_processor", "video": "video_processor", "audio": "feature_extractor"}
 _ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
+# How classes take the least and most pixels of an image: as arguments, as edges of their ``size`` that are areas (of
+# the frames to which an image is repeated, or of one), or as a length in it.
+_NAMED, _AREA_OF_FRAMES, _AREA, _LENGTH = _SPELLINGS = ("named", "area of frames", "area", "length")
+_LONGEST = 16_384  # pixels of a longest edge that is a length
+_PATCH = 32  # pixels, up to whose multiples a length is rounded
 _OFFSETS = "text_replacement_offsets"
 
 
@@ -198,30 +204,57 @@ def _moved(span: Span, moves: Sequence[Any]) -> Span:
 
 
 def _with_budget(processor: Any, pixels: PixelBudget) -> Any:
-    """The processor's image processor, with other sizes; that it keeps to them is tried on two images.
+    """The processor's image processor, with other sizes; that it goes by them is tried on two images.
 
     Raises:
         ConfigError: it doesn't.
     """
-    import PIL.Image
-
     before = getattr(processor, "image_processor", None)
     if before is None:
         raise ConfigError(f"data.image_pixels: {type(processor).__name__} takes no images; leave it out")
-    written = {f"{name}_pixels": value for name, value in pixels.model_dump().items() if value is not None}
-    why = f"its sizes are {dict(getattr(before, 'size', None) or {})}"
-    try:
-        made = type(before).from_dict(before.to_dict(), **written)
-        sizes = []
-        for side in (8, int((4 * (pixels.max or 4 * (pixels.min or 1))) ** 0.5) + 64):
-            found = made(images=[PIL.Image.new("RGB", (side, side))], return_tensors="np")
-            sizes.append(found["pixel_values"].size / 3 / getattr(made, "temporal_patch_size", 1))
-        if sizes[0] >= (pixels.min or 0) and (pixels.max is None or sizes[1] <= pixels.max):
+    least, most, whys = pixels.min or 0, pixels.max, []
+    for spelling in _SPELLINGS:
+        try:
+            made = _sized(before, spelling, pixels.min, most)
+            found = _pixels(made, pixels)
+            other = (min(least, most // 2) or None, most // 2) if most else (4 * least, None)
+            follows = _pixels(_sized(before, spelling, *other), pixels) != found
+        except Exception as error:  # of sizes that it has no use for
+            whys.append(_one_line(error))
+            continue
+        if follows and all(least <= each <= (most or each) for each in found):
             return made
-        why = f"it makes {sizes[0]:,.0f} to {sizes[1]:,.0f} pixels of an image"
-    except (ValueError, TypeError, KeyError) as error:
-        why = _one_line(error)
-    raise ConfigError(f"data.image_pixels: {type(before).__name__} doesn't keep to {written}: {why}. Leave it out")
+        whys.append(f"it makes {found[0]:,} to {found[1]:,} pixels of an image")
+    written = ", ".join(f"{name}: {value}" for name, value in pixels.model_dump().items() if value is not None)
+    raise ConfigError(f"data.image_pixels: {type(before).__name__} can't go by {{{written}}}: {whys[0]}. Leave it out")
+
+
+def _sized(before: Any, spelling: str, least: int | None, most: int | None) -> Any:
+    """The image processor with other limits, under one of the names that its class may have for them."""
+    written = before.to_dict()
+    if spelling == _NAMED:
+        limits = {"min_pixels": least, "max_pixels": most}
+    elif spelling == _LENGTH:
+        limits = {"longest_edge": most and max(isqrt(most) - _PATCH, 1)}
+    else:
+        frames = before.temporal_patch_size if spelling == _AREA_OF_FRAMES else 1
+        limits = {"shortest_edge": least and least * frames, "longest_edge": most and most * frames}
+    given = {name: value for name, value in limits.items() if value is not None}
+    if spelling != _NAMED:
+        size = {name: value for name, value in dict(written["size"]).items() if value is not None}
+        if (size["longest_edge"] <= _LONGEST) != (spelling == _LENGTH):
+            raise ValueError(f"its size is {size}")
+        given = {"size": size | given}
+    return type(before).from_dict(written | given)
+
+
+def _pixels(made: Any, pixels: PixelBudget) -> tuple[int, ...]:
+    """How many pixels it makes of a small image, and of one with more than the most."""
+    import PIL.Image
+
+    sides = 32, int((2 * (pixels.max or 4 * (pixels.min or 1))) ** 0.5) + 64
+    found = [made(images=[PIL.Image.new("RGB", (side, side))], return_tensors="pt")["pixel_values"] for side in sides]
+    return tuple(each.numel() // 3 // getattr(made, "temporal_patch_size", 1) for each in found)
 
 
 def _one_line(error: Exception) -> str:
