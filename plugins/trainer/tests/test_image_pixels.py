@@ -41,7 +41,7 @@ def made(processor: Any, side: int) -> int:
 def test_images_keep_to_the_limits_whatever_the_processor_calls_them(tmp_path: Path, kind: str, limits: Any) -> None:
     before = loaded(tmp_path / "before", kind)
     if kind == "Pixtral" and "min" in limits:
-        with pytest.raises(ConfigError, match=r"image_pixels: Pixtral\w+ can't go by {min: .*it makes [\d,]+ to"):
+        with pytest.raises(ConfigError, match=r"image_pixels: Pixtral\w* can't go by {min: .*it makes [\d,]+ to"):
             loaded(tmp_path / "after", kind, **limits)
         return
     after = loaded(tmp_path / "after", kind, **limits)
@@ -57,7 +57,7 @@ def test_images_keep_to_the_limits_whatever_the_processor_calls_them(tmp_path: P
 @pytest.mark.parametrize("kind", ["CLIP", "Gemma3", "Gemma4", "LlavaNext", "Idefics3"])
 def test_a_processor_that_makes_what_it_makes_is_refused(tmp_path: Path, kind: str, limits: Any) -> None:
     with pytest.raises(
-        ConfigError, match=rf"image_pixels: {kind}ImageProcessor\w+ can't go by {{.*: it makes [\d,]+ to"
+        ConfigError, match=rf"image_pixels: {kind}ImageProcessor\w* can't go by {{.*: it makes [\d,]+ to"
     ):
         loaded(tmp_path, kind, **limits)
 

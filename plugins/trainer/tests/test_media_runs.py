@@ -102,6 +102,19 @@ def test_pictures_for_a_model_without_a_tower_are_refused(
         train(pictures, "data.image_pixels={max: 1024}")
 
 
+@pytest.mark.thorough
+def test_a_processor_of_another_model_is_refused(
+    pictures: dict[str, Any], train: Train, gemma: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(gemma, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text(encoding="utf-8")) | {"image_token_id": 7}
+    (other / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    train(pictures)  # whose tokens are stored
+    pictures["model"]["weights"] = str(other)
+    with pytest.raises(ConfigError, match="is not the model's: it writes no token 7 for an image, .* image_token_id"):
+        train(pictures, overwrite=True)
+
+
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory, gemma: Path) -> Path:
     """The run of a job that has learned to name colours, and its export."""

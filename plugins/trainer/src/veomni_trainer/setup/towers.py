@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +18,7 @@ from veomni_transformers.towers.parts import KINDS, media_kinds, tower_of, tower
 _TEXT = "text"
 
 
-def settle_media(job: Job, tokenizer: Tokenizer, model: nn.Module) -> None:
+def settle_media(job: Job, tokenizer: Tokenizer, model: Any) -> None:
     """Let the job's rows have the media that ``model`` takes, if there is a processor of them.
 
     Raises:
@@ -34,7 +35,9 @@ def settle_media(job: Job, tokenizer: Tokenizer, model: nn.Module) -> None:
                 "tokenizer's"
             )
     elif kinds:
-        tokenizer.processor.taken = kinds
+        ids = {f"{kind}_{name}": kind for kind in kinds for name in ("token_index", "token_id")}
+        found = {kind: getattr(model.config, name) for name, kind in ids.items() if hasattr(model.config, name)}
+        tokenizer.processor.taken = dict.fromkeys(kinds) | found
     else:
         tokenizer.processor = None
         tokenizer.no_media = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import isqrt
 from pathlib import Path
@@ -46,10 +46,10 @@ class MediaProcessor:
         trust_remote_code: whether code that comes with it may run.
 
     Attributes:
-        taken: the kinds of media that the model takes.
+        taken: the kinds of media that the model takes, each with the id of its token, if the model's config has one.
     """
 
-    taken: tuple[str, ...] = KINDS
+    taken: Mapping[str, int | None] = dict.fromkeys(KINDS)
 
     def __init__(
         self,
@@ -167,6 +167,7 @@ class MediaProcessor:
 
         Raises:
             BadMedia: the processor refuses the media.
+            ConfigError: it writes no token that the model takes them for.
             HostError: this transformers doesn't say where expanded tokens are.
         """
         options = {"return_offsets_mapping": True, f"return_{_OFFSETS}": True} if media else {}
@@ -189,6 +190,13 @@ class MediaProcessor:
             return inside
 
         is_media = within(places)
+        for kind in {kind for kind, _ in media} & {"image", "audio"}:  # frames of a video may come as images
+            token = self.taken.get(kind)
+            if token is not None and token not in ids[is_media]:
+                raise ConfigError(
+                    f"the processor in {self._folder} is not the model's: it writes no token {token} for an {kind}, "
+                    f"which the model's config has as {kind}_token_id. Name the weights' own (data.tokenizer)"
+                )
         spans = [(0, int(ends.max(initial=0)))] if learned is None else [_moved(span, moves[0]) for span in learned]
         return ids, within(spans) & ~is_media, is_media
 
