@@ -35,7 +35,7 @@ def chats_of(kind: str) -> list[dict[str, Any]]:
         asked: list[dict[str, Any]] = []
         for place, colour in enumerate(colours):
             image = picture(colour, 16 + 8 * (number % 2))
-            sound = wave(200.0 * (1 + [*COLOURS].index(colour)), 0.3 + 0.1 * number)
+            sound = wave(200.0 * (1 + [*COLOURS].index(colour)), 0.6 + 0.04 * number)
             asked += [{"type": kind, kind: image if kind == "image" else sound}]
             asked += [{"type": "text", "text": f" is {place}."}] if count > 1 else []
         asked.append({"type": "text", "text": "What is it?" if count else f"Say {number}."})
@@ -82,10 +82,9 @@ def by_hand(rows: list[dict[str, Any]], folder: Path, out: Path, **more: Any) ->
             [each["chat"] for each in examples],
             tokenize=True,
             return_dict=True,
-            return_tensors="pt",
             return_assistant_tokens_mask=True,
             processor_kwargs={"padding": True, "padding_side": "right", "add_special_tokens": False},
-        )
+        ).convert_to_tensors("pt")  # afterwards: InternVL's would make a tensor of the places of placeholders
         labels = found["input_ids"].masked_fill(~found.pop("assistant_masks").bool(), -100)
         return {**found, "labels": labels}
 

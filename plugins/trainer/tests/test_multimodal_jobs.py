@@ -64,9 +64,18 @@ def test_chats_train_and_each_answer_s_token_counts_the_same(
 
 
 @pytest.mark.thorough
-def test_a_loss_that_takes_no_count_of_labels_is_refused(chats: Any, train: Train) -> None:
-    with pytest.raises(ConfigError, match="computes each micro-batch's mean loss by itself"):
-        train(chats("qwen2_audio"))
+def test_a_loss_that_takes_no_count_of_labels_is_refused_where_a_step_has_several(
+    chats: Any, train: Train, losses: Losses, run: Path
+) -> None:
+    data = chats("qwen2_audio")
+    train(data)
+    mean = dict(losses(run))
+    with pytest.raises(
+        ConfigError, match=r"Qwen2Audio\w+ computes each micro-batch's mean loss by itself.*one process"
+    ):
+        train(data, "train.gradient_accumulation=2", "train.batch_size=1", overwrite=True)
+    train(data, "train.gradient_accumulation=2", "train.batch_size=1", "train.method=sft", overwrite=True)  # TRL's loss
+    assert dict(losses(run)) == pytest.approx(mean, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,8 @@ class _Reader:
             return uncached(write)
         files = [path for found in find_files(source, Reading(key)) for path in _files_at(found.path)]
         facts = source.model_dump(exclude={"files", "weight"})
-        if self._tokenizer.processor is not None:  # paths of media go from there
+        if (processor := self._tokenizer.processor) is not None:  # paths of media go from there
+            facts["media"] = processor.taken
             facts["folders"] = sorted({str(path.parent.absolute()) for path in files})
         return self._cache.get(key_of(files, source=facts, tokenizer=tokenizer.fingerprint), write)
 

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from veomni_core.errors import ConfigError, JobFileError, did_you_mean
 from veomni_trainer.data.chat import check_template
 from veomni_trainer.data.documents import Document, Example, Mask, Span, Tokens
-from veomni_trainer.data.media.processor import FILES, MediaProcessor, has_processor
+from veomni_trainer.data.media.processor import MediaProcessor, has_processor
 from veomni_trainer.data.messages import ONLY_TEXT
 from veomni_trainer.job.data_section import BYTES
-from veomni_trainer.job.media_keys import PixelBudget
+from veomni_trainer.job.media_keys import PROCESSOR_FILES, PixelBudget
 from veomni_transformers.jobs.hub_snapshots import is_hub_id, nearest, snapshot
 from veomni_transformers.plugin_models import tokenizer_in
 
@@ -125,9 +125,9 @@ class PretrainedTokenizer:
         return _end_in(document, self._special)
 
     def save(self, folder: Path) -> None:
-        if self.processor is not None:
-            self.processor.save(folder)
         self._tokenizer.save_pretrained(folder)
+        if self.processor is not None:  # whose chat template is not always the tokenizer's
+            self.processor.save(folder)
 
 
 Tokenizer = ByteTokenizer | PretrainedTokenizer
@@ -171,7 +171,9 @@ def load_tokenizer(
         template = tokenizer.chat_template if chat_template is not None else None
         processor = MediaProcessor(path, tokenizer, template, pixels, trust_remote_code)
     elif pixels is not None:
-        raise ConfigError(f"data.image_pixels: {name} has no processor of images ({', '.join(FILES)}); leave it out")
+        raise ConfigError(
+            f"data.image_pixels: {name} has no processor of images ({', '.join(PROCESSOR_FILES)}); leave it out"
+        )
     return PretrainedTokenizer(tokenizer, _end_of_document(tokenizer, name, end_of_document), processor)
 
 

@@ -8,6 +8,12 @@ from pydantic import Field, model_validator
 
 from veomni_trainer.job.section import Section
 
+# In which a processor of media is stored; the last is the chat template of those from before chat_template.jinja.
+PROCESSOR_FILES = (
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    "chat_template.json",
+)
+
 
 class Placeholders(Section):
     """The words in a chat in whose place a file of the row's column comes; ``null``: such a word is text."""

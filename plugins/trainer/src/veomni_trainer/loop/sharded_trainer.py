@@ -54,7 +54,8 @@ class ShardedTrainer(Trainer):
         A step without any label divides by one: its loss is 0.
 
         Raises:
-            ConfigError: the model always divides by the labels of a micro-batch, and not all are learned.
+            ConfigError: the model always divides by the labels of a micro-batch, a step has several, and not all labels
+                are learned.
         """
         if not batch_samples:
             return None
@@ -62,11 +63,12 @@ class ShardedTrainer(Trainer):
         mean: torch.Tensor = self.accelerator.reduce(torch.as_tensor(labels, device=device).float(), "mean")
         self.learned_tokens = mean * (self.args.world_size // self._train.ranks_per_batch)
         if not self.model_accepts_loss_kwargs:
-            if any((batch["labels"] == IGNORED).any() for batch in batch_samples):
+            several = len(batch_samples) * self.args.world_size > 1
+            if several and any((batch["labels"] == IGNORED).any() for batch in batch_samples):
                 raise ConfigError(
                     f"{type(self.model).__name__} computes each micro-batch's mean loss by itself, so a token would "
-                    "count more the fewer are learned beside it. Train it on data of which every token is learned: "
-                    "texts without packing, or data.loss_on: all"
+                    "count more the fewer are learned beside it. Train it in one process with gradient_accumulation: "
+                    "1, or on data of which every token is learned: texts without packing, or data.loss_on: all"
                 )
             return None
         return mean.clamp_min(1)

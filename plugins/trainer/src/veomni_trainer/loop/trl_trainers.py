@@ -83,6 +83,7 @@ class SftTrainer(MethodTrainer, trl.SFTTrainer):  # type: ignore[misc,name-defin
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.train_dataset = self._sequences
+        self.model_accepts_loss_kwargs = True  # the loss is TRL's, whatever the model's own takes
 
     def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
         inputs = JobTrainer.inputs_of(self, model, corpus, train)

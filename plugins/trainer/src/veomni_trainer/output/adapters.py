@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from veomni_core.errors import CheckpointError
+from veomni_trainer.job.media_keys import PROCESSOR_FILES
 from veomni_transformers.build import load_as_trained
 from veomni_transformers.jobs.hub_snapshots import is_hub_id, snapshot
 
@@ -18,7 +19,7 @@ _ADAPTER = (ADAPTER_CONFIG, "adapter_model.safetensors")
 _CONFIG = "config.json"  # beside the adapter of a model that is of another class than the weights under it
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
-    *("vocab.json", "merges.txt", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", *PROCESSOR_FILES),
 )
 
 
@@ -28,7 +29,7 @@ def is_adapter(checkpoint: Path) -> bool:
 
 
 def copy_adapter(checkpoint: Path, folder: Path) -> None:
-    """Write the adapter and the tokenizer beside it, if there is one, to ``folder``.
+    """Write the adapter, and the tokenizer and the processor beside it, if there are such, to ``folder``.
 
     Raises:
         CheckpointError: a file of the adapter is missing.
@@ -126,7 +127,7 @@ def _untie(model: Any, keys: list[str]) -> None:
 
 
 def copy_tokenizer(folder: Path, *sources: Path) -> None:
-    """Copy the tokenizer of the first of ``sources`` that has one to ``folder``."""
+    """Copy the tokenizer of the first of ``sources`` that has one to ``folder``, and its processor of media."""
     source = next((source for source in sources if (source / _TOKENIZER[0]).is_file()), None)
     for name in _TOKENIZER if source else ():
         if (source / name).is_file():  # type: ignore[operator]

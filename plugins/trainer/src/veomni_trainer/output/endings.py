@@ -44,8 +44,8 @@ def asked(model: Any, sample: Sample) -> str:
     """How ``model`` goes on with the first half of the sample, as a sentence that begins with a semicolon."""
     size = sum(parameter.numel() for parameter in model.parameters())
     device = next(model.parameters()).device
-    if not getattr(model, "can_generate", lambda: False)() or len(sample.ids) < 2:
-        return ""
+    if not getattr(model, "can_generate", lambda: False)() or len(sample.ids) < 2 or sample.media:
+        return ""  # half of a text with pictures may be half of a picture
     if device.type == "cpu" and size > _SLOW:
         return "; it was not asked for an answer, which would take a CPU minutes"
     prompt, ends = sample.ids[None, : len(sample.ids) // 2].to(device), end_tokens(model, sample)

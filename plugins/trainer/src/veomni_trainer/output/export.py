@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import GenerationConfig
 
 from veomni_core.errors import CheckpointError, ConfigError, VeOmniError
+from veomni_trainer.job.media_keys import PROCESSOR_FILES
 from veomni_trainer.output.adapters import adapted_model, copy_adapter, is_adapter, merge_adapter
 from veomni_trainer.output.endings import all_ends, asked, learned_ends
 from veomni_trainer.output.shards import is_sharded, reason
@@ -37,9 +38,10 @@ def export_checkpoint(
 ) -> str:
     """Write the weights of ``checkpoint`` to ``folder``, which appears whole or not at all.
 
-    Their config and tokenizer are written too. Of an adapter, the adapter alone; or with ``merges_adapter``, the
-    weights under it with the adapter added. Shards are joined region by region from memory-mapped files, and written
-    layer by layer. What was written is loaded, and must compute for a few tokens what the trained model computed.
+    Their config, tokenizer and processor are written too. Of an adapter, the adapter alone; or with ``merges_adapter``,
+    the weights under it with the adapter added. Shards are joined region by region from memory-mapped files, and
+    written layer by layer. What was written is loaded, and must compute for a few tokens what the trained model
+    computed.
 
     Returns:
         How far its logits are from the trained model's, and at which tokens it ends, as a sentence.
@@ -146,7 +148,7 @@ def _write(checkpoint: Path, folder: Path, trust: bool) -> None:
             f"{checkpoint} holds no weights that can be exported: neither model*.safetensors nor "
             "shard-*-model-*.safetensors (train.fsdp: true writes neither)"
         )
-    for name in _CONFIGS:
+    for name in (*_CONFIGS, *PROCESSOR_FILES):
         if (checkpoint / name).exists():
             shutil.copy2(checkpoint / name, folder / name)
     if (checkpoint / _TOKENIZER).exists():

@@ -14,7 +14,14 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 from veomni_core import Binding, bind
 from veomni_core.commands import load_yaml
 from veomni_core.errors import CheckpointError, ConfigError
+from veomni_trainer.data.media.decoding import decode
+from veomni_trainer.data.media.placing import Placing
+from veomni_trainer.data.media.processor import MediaProcessor, has_processor
+from veomni_trainer.data.media.sources import medium_of
+from veomni_trainer.data.messages import Message
+from veomni_trainer.data.reading import BadMedia
 from veomni_trainer.data.tokens import ByteTokenizer, has_tokenizer
+from veomni_trainer.job.media_keys import PROCESSOR_FILES, Placeholders
 from veomni_trainer.output.adapters import adapted_model, is_adapter
 from veomni_trainer.output.endings import end_tokens
 from veomni_trainer.output.folder import RunFolder
@@ -22,6 +29,7 @@ from veomni_trainer.output.shards import is_sharded
 from veomni_trainer.output.trained_sample import read_sample
 from veomni_transformers.build import load_as_trained
 from veomni_transformers.plugin_models import tokenizer_in
+from veomni_transformers.towers.parts import media_kinds
 
 _JOB = "job.yaml"
 Messages = Sequence[Mapping[str, str]]
@@ -76,6 +84,8 @@ class Answerer:
         self.folder = _weights_in(source)
         self._job = _job_of(self.folder)
         self.tokenizer: PreTrainedTokenizerBase | Any = _tokenizer_of(self.folder, self._job, trust_remote_code)
+        options: Any = {"trust_remote_code": trust_remote_code}
+        self._processor = MediaProcessor(self.folder, self.tokenizer, **options) if has_processor(self.folder) else None
         if is_adapter(self.folder):
             self._model: Any = adapted_model(self.folder, trust_remote_code)
             base = self._model.get_base_model()
@@ -83,6 +93,7 @@ class Answerer:
             self._model = base = load_as_trained(self.folder, trust_remote_code)
         if not base.can_generate():
             raise ConfigError(f"{self.folder} holds a {type(base).__name__}, which scores texts and writes none")
+        self._takes_images = "image" in media_kinds(base)
         self.device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         self._model.to(self.device or "cpu").eval()
         written = {"preset": "eager"} if eager else (self._job.get("model") or {}).get("ops_implementation")
@@ -100,26 +111,35 @@ class Answerer:
         ends = ", ".join(repr(self.tokenizer.decode([each])) for each in self.ends) or "none: it goes on to the limit"
         return f"{self.folder} on {self.device or 'cpu'}\nkernels: {bound}\nends at: {ends}"
 
-    def answer(self, prompt: str | Messages, most: int, temperature: float, streams: bool = False) -> Answer:
+    def answer(
+        self,
+        prompt: str | Messages,
+        most: int,
+        temperature: float,
+        streams: bool = False,
+        images: Sequence[str] = (),
+    ) -> Answer:
         """The model's continuation of a text, or its answer to messages; printed token by token where it ``streams``.
 
         Args:
             prompt: a text, or the turns of a chat.
             most: the most tokens.
             temperature: what logits are divided by; 0 takes the most likely token each time.
+            images: paths or addresses; each takes the place of an ``<image>``, or they come before the text.
 
         Raises:
-            ConfigError: turns are given, and the tokenizer has no chat template; or the prompt has no token.
+            ConfigError: turns are given, and the tokenizer has no chat template; the prompt has no token; or the model
+                takes no images, or not these.
         """
-        ids = self._encoded(prompt).to(self._model.device)
+        given = {name: each.to(self._model.device) for name, each in self._encoded(prompt, images).items()}
+        ids = given["input_ids"]
         if not ids.numel():
             raise ConfigError("--prompt is empty, and the tokenizer puts nothing before a text; write a prompt")
         drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         streamer: Any = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
         with torch.inference_mode():
             found = self._model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
+                **given,
                 max_new_tokens=most,
                 eos_token_id=self.ends or None,
                 pad_token_id=self.ends[0] if self.ends else 0,
@@ -130,16 +150,45 @@ class Answerer:
         ended = bool(new) and new[-1] in self.ends
         return Answer(str(self.tokenizer.decode(new, skip_special_tokens=True)), len(new), ended)
 
-    def _encoded(self, prompt: str | Messages) -> Any:
+    def _encoded(self, prompt: str | Messages, images: Sequence[str]) -> Mapping[str, Any]:
+        """What the model takes: ``input_ids`` and ``attention_mask`` ``[1, tokens]``, and what belongs to images."""
+        if images:
+            return self._with_images(prompt, images)
         if isinstance(prompt, str):
-            return self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+            ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if not self.tokenizer.chat_template:
             raise ConfigError(
                 f"{self.folder}: its tokenizer has no chat template; continue a text with veomni generate"
             )
         options: dict[str, Any] = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         rendered: Any = self.tokenizer.apply_chat_template([dict(turn) for turn in prompt], **options)
-        return rendered["input_ids"]
+        return {name: rendered[name] for name in ("input_ids", "attention_mask")}
+
+    def _with_images(self, prompt: str | Messages, images: Sequence[str]) -> Mapping[str, Any]:
+        processor = self._processor
+        if not self._takes_images:
+            raise ConfigError(f"--image: the model in {self.folder} takes no images; leave it out")
+        if processor is None:
+            raise ConfigError(
+                f"--image: {self.folder} has no processor of images ({', '.join(PROCESSOR_FILES)}); copy that of its "
+                "weights there"
+            )
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            beside = [medium_of(each, "image", Path.cwd(), fetches=True) for each in images]
+            placed, media = Placing(Placeholders(), True).placed(
+                [Message(each) for each in turns], {"image": beside}, Path()
+            )
+            if isinstance(prompt, str):
+                text = "".join(part.get("text", processor.token_of("image")) for part in placed[0]["content"])
+            else:
+                text = processor.apply_chat_template(placed, add_generation_prompt=True)
+            decoded = [(each.kind, decode(each)) for each in media]
+            found: Mapping[str, Any] = processor.inputs([text], [decoded], return_tensors="pt")
+        except BadMedia as problem:
+            raise ConfigError(f"--image: {problem}") from None
+        return found
 
 
 def _weights_in(source: Path) -> Path:

@@ -19,6 +19,10 @@ Most = Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tok
 Temperature = Annotated[
     float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token; above, tokens are drawn.")
 ]
+Images = Annotated[
+    list[str] | None,
+    typer.Option("--image", metavar="PATH", help="A picture that the prompt is about; may be given several times."),
+]
 Eager = Annotated[bool, typer.Option("--eager", help="Run the model's own code in place of kernels.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Whether code that comes with the model may run.")]
 
@@ -26,6 +30,7 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Whether code t
 def generate(
     source: Source,
     prompt: Annotated[str, typer.Option("--prompt", help="The text that the model goes on with.")],
+    image: Images = None,
     most: Most = 128,
     temperature: Temperature = 0.0,
     eager: Eager = False,
@@ -35,10 +40,10 @@ def generate(
     """Continue a text with the model of a run, token by token, and say which kernels run."""
     answerer = _answerer(source, eager, trust_remote_code)
     if json:
-        print_json(_plain(answerer, prompt, answerer.answer(prompt, most, temperature)))
+        print_json(_plain(answerer, prompt, answerer.answer(prompt, most, temperature, images=image or ())))
         return
     print(fit(answerer.describe()), file=sys.stderr)
-    _close(answerer.answer(prompt, most, temperature, streams=True), most)
+    _close(answerer.answer(prompt, most, temperature, True, image or ()), most)
 
 
 def chat(
@@ -46,6 +51,7 @@ def chat(
     prompt: Annotated[
         str | None, typer.Option("--prompt", help="One message; without it, messages are read line by line.")
     ] = None,
+    image: Images = None,
     most: Most = 512,
     temperature: Temperature = 0.0,
     eager: Eager = False,
@@ -61,7 +67,7 @@ def chat(
         print(fit(answerer.describe()), file=sys.stderr)
     while said := prompt if prompt is not None else _next():
         messages.append({"role": "user", "content": said})
-        found = answerer.answer(messages, most, temperature, streams=not json)
+        found = answerer.answer(messages, most, temperature, not json, image or ())
         if json:
             print_json(_plain(answerer, said, found))
         else:

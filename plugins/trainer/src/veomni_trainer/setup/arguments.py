@@ -86,8 +86,7 @@ def training_arguments(
         disable_tqdm=True,
         log_level="error",  # what a user is to hear of is refused, or printed by the job
         **({} if more else _checkpointing(train)),
-        # A sequence's chat is the collator's, which turns it into the model's inputs.
-        **({"remove_unused_columns": False} if train.method in ("pretrain", "sft") else {}),
+        remove_unused_columns=False,  # what the model doesn't take, such as a sequence's chat, is the collator's
         **_sharding(train),
         **more,
     )

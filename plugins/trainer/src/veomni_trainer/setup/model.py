@@ -22,7 +22,7 @@ from veomni_trainer.setup.causal_models import check_causal
 from veomni_trainer.setup.precision import precision_of, weights_dtype
 from veomni_trainer.setup.scoring_models import as_scorer, has_scores
 from veomni_trainer.setup.sharding import check_sharding, distributed_config
-from veomni_trainer.setup.towers import freeze
+from veomni_trainer.setup.towers import freeze, settle_media
 from veomni_transformers.build import build_skeleton as unbound_skeleton
 from veomni_transformers.jobs.model_config import load_model_config
 from veomni_transformers.towers.parts import tower_of, towers
@@ -82,6 +82,8 @@ def _batch(job: Job) -> tuple[int, int] | None:
 def check_model(job: Job, tokenizer: Tokenizer) -> None:
     """Check, without weights or processes, that the job's model fits its data and its sizes.
 
+    Which media rows may have is the model's to say, and is settled here.
+
     Raises:
         ConfigError: as :func:`model_config`, where the model is no causal language model, and where the job's sizes
             can't shard it.
@@ -92,6 +94,7 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
     skeleton: Any = unbound_skeleton(config, **options)
     if not job.train.scores_sequences:
         check_causal(skeleton)
+    settle_media(job, tokenizer, skeleton)
     if job.train.is_sharded:
         check_sharding(job.train, skeleton)
     if job.lora:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from veomni_core.errors import ConfigError, VeOmniError
-from veomni_trainer.data.media.processor import FILES
+from veomni_core.errors import ConfigError
 from veomni_trainer.data.tokens import ByteTokenizer, Tokenizer, has_tokenizer, load_tokenizer
 from veomni_trainer.job.data_section import BYTES
 from veomni_trainer.job.schema import Job
@@ -36,22 +35,7 @@ def job_tokenizer(job: Job) -> Tokenizer:
             return ByteTokenizer()
         _check_bytes(section, weights)
     trust = job.model.trust_remote_code
-    found = load_tokenizer(name or BYTES, data.end_of_document, data.chat_template, trust, data.image_pixels)
-    if found.processor is None and _takes_media(section):
-        found.no_media = (
-            f"{name or BYTES} has no processor of media ({', '.join(FILES)}), which the model was trained with; copy "
-            "its files beside the tokenizer's"
-        )
-    return found
-
-
-def _takes_media(section: ModelSection) -> bool:
-    """Whether the model has towers, by its config."""
-    try:
-        config = load_model_config(section.source, trust_remote_code=section.trust_remote_code)
-    except VeOmniError:  # which building it raises too
-        return False
-    return config.get_text_config() is not config
+    return load_tokenizer(name or BYTES, data.end_of_document, data.chat_template, trust, data.image_pixels)
 
 
 def _check_bytes(section: ModelSection, weights: str) -> None:

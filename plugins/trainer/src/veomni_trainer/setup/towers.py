@@ -4,14 +4,45 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
 from veomni_core.errors import ConfigError
+from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.lora_section import LoraSection
-from veomni_transformers.towers.parts import KINDS, tower_of, towers
+from veomni_trainer.job.media_keys import PROCESSOR_FILES
+from veomni_trainer.job.schema import Job
+from veomni_transformers.towers.parts import KINDS, media_kinds, tower_of, towers
 
 _TEXT = "text"
+
+
+def settle_media(job: Job, tokenizer: Tokenizer, model: Any) -> None:
+    """Let the job's rows have the media that ``model`` takes, if there is a processor of them.
+
+    Raises:
+        ConfigError: the job sets the sizes of images, and the model takes none.
+    """
+    kinds = media_kinds(model)
+    if job.data.image_pixels and "image" not in kinds:
+        raise ConfigError(f"data.image_pixels: {type(model).__name__} takes no images; leave it out")
+    if tokenizer.processor is None:
+        if kinds:
+            tokenizer.no_media = (
+                f"{job.data.tokenizer or job.model.weights or 'bytes'} has no processor of media "
+                f"({', '.join(PROCESSOR_FILES)}), which the model was trained with; copy its files beside the "
+                "tokenizer's"
+            )
+    elif kinds:
+        ids = {f"{kind}_{name}": kind for kind in kinds for name in ("token_index", "token_id")}
+        found = {kind: getattr(model.config, name) for name, kind in ids.items() if hasattr(model.config, name)}
+        tokenizer.processor.taken = dict.fromkeys(kinds) | found
+    else:
+        tokenizer.processor = None
+        tokenizer.no_media = (
+            f"{type(model).__name__} takes text alone; train a model that has a tower for it, or leave it out"
+        )
 
 
 def freeze(model: nn.Module, kinds: Iterable[str]) -> None:

@@ -82,8 +82,6 @@ def trl_config(train: TrainSection, sequence_length: int) -> tuple[type, dict[st
         # With a beta TRL would look for a reference model by the model's name; the job's trainer gives it one.
         return kind, {**common, "beta": 0.0, **settings}
     own = getattr(train, train.method)
-    if train.method == "orpo":
-        common["remove_unused_columns"] = False  # as TRL sets it itself, with a warning
     return kind, {**common, "max_length": sequence_length, **(own.model_dump() if own else {})}
 
 

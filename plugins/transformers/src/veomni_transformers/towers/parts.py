@@ -57,6 +57,21 @@ def towers(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {kind: tuple(found[kind]) for kind in KINDS if kind in found}
 
 
+def media_kinds(model: nn.Module) -> tuple[str, ...]:
+    """Of ``image``, ``video`` and ``audio``, what ``model`` takes beside text; none for a text decoder alone.
+
+    A decoder's class may say what the whole model takes, so it must have an argument for it too.
+    """
+    parameters = inspect.signature(type(model).forward).parameters
+    if not any(re.search("|".join(_SAID.values()), name) for name in parameters):
+        return ()
+    said = getattr(model, "input_modalities", "text")
+    kinds = {said} if isinstance(said, str) else {*said}
+    if kinds == {"text"}:
+        kinds = {kind for tower in towers(model) for kind in _MODALITIES.get(tower, ())}
+    return tuple(kind for kind in ("image", "video", "audio") if kind in kinds)
+
+
 def tower_of(found: dict[str, tuple[str, ...]], name: str) -> str:
     """The kind of the tower in which the module or parameter ``name`` is; empty for the decoder's."""
     for kind, paths in found.items():

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from veomni_core.errors import ConfigError, HostError
 from veomni_trainer.data.documents import Span
 from veomni_trainer.data.media.decoding import EXTRA
 from veomni_trainer.data.media.sources import KINDS
 from veomni_trainer.data.reading import BadMedia, Unreadable
-from veomni_trainer.job.media_keys import PixelBudget
+from veomni_trainer.job.media_keys import PROCESSOR_FILES, PixelBudget
+from veomni_transformers.plugin_models import processor_in
 
-FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _PARTS = {"image": "image_processor", "video": "video_processor", "audio": "feature_extractor"}
 _ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
+# How classes take the least and most pixels of an image: as arguments, as edges of their ``size`` that are areas (of
+# the frames to which an image is repeated, or of one), or as a length in it.
+_NAMED, _AREA_OF_FRAMES, _AREA, _LENGTH = _SPELLINGS = ("named", "area of frames", "area", "length")
+_LONGEST = 16_384  # pixels of a longest edge that is a length
+_PATCH = 32  # pixels, up to whose multiples a length is rounded
 _OFFSETS = "text_replacement_offsets"
 
 
 def has_processor(folder: Path) -> bool:
     """Whether a folder holds a processor of media."""
-    return any((folder / name).is_file() for name in FILES)
+    return any((folder / name).is_file() for name in PROCESSOR_FILES)
 
 
 class MediaProcessor:
@@ -38,7 +44,12 @@ class MediaProcessor:
         template: the chat template in place of the processor's own.
         pixels: the sizes that images are resized to.
         trust_remote_code: whether code that comes with it may run.
+
+    Attributes:
+        taken: the kinds of media that the model takes, each with the id of its token, if the model's config has one.
     """
+
+    taken: Mapping[str, int | None] = dict.fromkeys(KINDS)
 
     def __init__(
         self,
@@ -60,9 +71,7 @@ class MediaProcessor:
             ConfigError: it can't be loaded, or takes no budget of pixels.
         """
         try:
-            found: Any = AutoProcessor.from_pretrained(
-                self._folder, local_files_only=True, trust_remote_code=self._trust
-            )
+            found = processor_in(self._folder, self._trust)
         except ImportError as error:
             what = next((line for line in str(error).splitlines() if line.strip()), "a library is missing")
             raise HostError(f"the processor in {self._folder} can't be loaded here: {what} {EXTRA}") from error
@@ -83,8 +92,8 @@ class MediaProcessor:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of media that it takes."""
-        return tuple(kind for kind in KINDS if getattr(self.loaded, _PARTS[kind], None) is not None)
+        """The kinds of media that both it and the model take."""
+        return tuple(kind for kind in self.taken if getattr(self.loaded, _PARTS[kind], None) is not None)
 
     @property
     def sampling_rate(self) -> int | None:
@@ -96,7 +105,7 @@ class MediaProcessor:
         if self._pixels is not None or self._template is not None or "loaded" in self.__dict__:
             self.loaded.save_pretrained(folder)
             return
-        for name in FILES:
+        for name in PROCESSOR_FILES:
             if (self._folder / name).is_file():
                 shutil.copy2(self._folder / name, folder / name)
 
@@ -158,6 +167,7 @@ class MediaProcessor:
 
         Raises:
             BadMedia: the processor refuses the media.
+            ConfigError: it writes no token that the model takes them for.
             HostError: this transformers doesn't say where expanded tokens are.
         """
         options = {"return_offsets_mapping": True, f"return_{_OFFSETS}": True} if media else {}
@@ -180,6 +190,13 @@ class MediaProcessor:
             return inside
 
         is_media = within(places)
+        for kind in {kind for kind, _ in media} & {"image", "audio"}:  # frames of a video may come as images
+            token = self.taken.get(kind)
+            if token is not None and token not in ids[is_media]:
+                raise ConfigError(
+                    f"the processor in {self._folder} is not the model's: it writes no token {token} for an {kind}, "
+                    f"which the model's config has as {kind}_token_id. Name the weights' own (data.tokenizer)"
+                )
         spans = [(0, int(ends.max(initial=0)))] if learned is None else [_moved(span, moves[0]) for span in learned]
         return ids, within(spans) & ~is_media, is_media
 
@@ -195,30 +212,57 @@ def _moved(span: Span, moves: Sequence[Any]) -> Span:
 
 
 def _with_budget(processor: Any, pixels: PixelBudget) -> Any:
-    """The processor's image processor, with other sizes; that it keeps to them is tried on two images.
+    """The processor's image processor, with other sizes; that it goes by them is tried on two images.
 
     Raises:
         ConfigError: it doesn't.
     """
-    import PIL.Image
-
     before = getattr(processor, "image_processor", None)
     if before is None:
         raise ConfigError(f"data.image_pixels: {type(processor).__name__} takes no images; leave it out")
-    written = {f"{name}_pixels": value for name, value in pixels.model_dump().items() if value is not None}
-    why = f"its sizes are {dict(getattr(before, 'size', None) or {})}"
-    try:
-        made = type(before).from_dict(before.to_dict(), **written)
-        sizes = []
-        for side in (8, int((4 * (pixels.max or 4 * (pixels.min or 1))) ** 0.5) + 64):
-            found = made(images=[PIL.Image.new("RGB", (side, side))], return_tensors="np")
-            sizes.append(found["pixel_values"].size / 3 / getattr(made, "temporal_patch_size", 1))
-        if sizes[0] >= (pixels.min or 0) and (pixels.max is None or sizes[1] <= pixels.max):
+    least, most, whys = pixels.min or 0, pixels.max, []
+    for spelling in _SPELLINGS:
+        try:
+            made = _sized(before, spelling, pixels.min, most)
+            found = _pixels(made, pixels)
+            other = (min(least, most // 2) or None, most // 2) if most else (4 * least, None)
+            follows = _pixels(_sized(before, spelling, *other), pixels) != found
+        except Exception as error:  # of sizes that it has no use for
+            whys.append(_one_line(error))
+            continue
+        if follows and all(least <= each <= (most or each) for each in found):
             return made
-        why = f"it makes {sizes[0]:,.0f} to {sizes[1]:,.0f} pixels of an image"
-    except (ValueError, TypeError, KeyError) as error:
-        why = _one_line(error)
-    raise ConfigError(f"data.image_pixels: {type(before).__name__} doesn't keep to {written}: {why}. Leave it out")
+        whys.append(f"it makes {found[0]:,} to {found[1]:,} pixels of an image")
+    written = ", ".join(f"{name}: {value}" for name, value in pixels.model_dump().items() if value is not None)
+    raise ConfigError(f"data.image_pixels: {type(before).__name__} can't go by {{{written}}}: {whys[0]}. Leave it out")
+
+
+def _sized(before: Any, spelling: str, least: int | None, most: int | None) -> Any:
+    """The image processor with other limits, under one of the names that its class may have for them."""
+    written = before.to_dict()
+    if spelling == _NAMED:
+        limits = {"min_pixels": least, "max_pixels": most}
+    elif spelling == _LENGTH:
+        limits = {"longest_edge": most and max(isqrt(most) - _PATCH, 1)}
+    else:
+        frames = before.temporal_patch_size if spelling == _AREA_OF_FRAMES else 1
+        limits = {"shortest_edge": least and least * frames, "longest_edge": most and most * frames}
+    given = {name: value for name, value in limits.items() if value is not None}
+    if spelling != _NAMED:
+        size = {name: value for name, value in dict(written["size"]).items() if value is not None}
+        if (size["longest_edge"] <= _LONGEST) != (spelling == _LENGTH):
+            raise ValueError(f"its size is {size}")
+        given = {"size": size | given}
+    return type(before).from_dict(written | given)
+
+
+def _pixels(made: Any, pixels: PixelBudget) -> tuple[int, ...]:
+    """How many pixels it makes of a small image, and of one with more than the most."""
+    import PIL.Image
+
+    sides = 32, int((2 * (pixels.max or 4 * (pixels.min or 1))) ** 0.5) + 64
+    found = [made(images=[PIL.Image.new("RGB", (side, side))], return_tensors="pt")["pixel_values"] for side in sides]
+    return tuple(each.numel() // 3 // getattr(made, "temporal_patch_size", 1) for each in found)
 
 
 def _one_line(error: Exception) -> str:

@@ -75,7 +75,7 @@ class MediaRows:
         placed, media = self._placing.placed(messages, beside, folder)
         if others := sorted({each.kind for each in media} - {*self._processor.kinds}):
             kinds = ", ".join(self._processor.kinds) or "none"
-            raise BadMedia(f"there is {others[0]} in the row, and the model's processor takes: {kinds}")
+            raise BadMedia(f"there is {others[0]} in the row, and the model with its processor takes: {kinds}")
         example = self._chats.example(placed, tools)
         self._check_places(example.text, media)
         chat = MediaChat(example.text, tuple(media), origin, 0)

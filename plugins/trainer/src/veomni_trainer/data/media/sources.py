@@ -91,7 +91,8 @@ def medium_of(value: Any, kind: str, folder: Path, fetches: bool) -> Medium:
         if len(value) > 255 and (decoded := _as_base64(value)):  # OpenAI's audio is base64 alone
             return Medium(kind, data=decoded)
         what = "is a folder" if path.is_dir() else "is not there"
-        raise BadMedia(f"{kind} {shown(value)} {what}; paths go from {folder}, where the data is")
+        name = shown(value) if len(value) > 255 else repr(value)
+        raise BadMedia(f"{kind} {name} {what}; paths go from {folder}")
     if not path.stat().st_size:
         raise BadMedia(f"{kind} {value} is empty")
     return Medium(kind, str(path))
