@@ -126,7 +126,7 @@ def test_a_glob_that_matches_nothing_is_an_error_that_names_paths():
 
 
 def test_a_chosen_kernel_without_any_site_is_an_error():
-    with pytest.raises(NoSiteError, match="torch was chosen, but the model has no rms_norm site; remove the field, or"):
+    with pytest.raises(NoSiteError, match="torch was chosen, but the model has no rms_norm site; remove the field, w"):
         plan("torch", sites=(MLP,))
 
 

@@ -74,6 +74,8 @@ def model_class_of(config: Any) -> Any | None:
         return None
     if spec.parallel_plan:
         plans = _loaded(spec, "parallel_plan")
+        if hasattr(plans := plans() if callable(plans) else plans, "ep_styles"):  # a ParallelPlan
+            plans = {"ep": plans.ep_styles()}
         if not isinstance(plans, Mapping) or not {*plans} <= {"tp", "ep"}:
             raise SpecError(f"ModelSpec {spec.model_type!r}: parallel_plan must have the keys tp and ep, not {plans!r}")
         for kind, styles in plans.items():
