@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,9 @@ def spec(**fields: Any) -> KernelSpec:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def nothing_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(KERNEL_REGISTRY, "_kernels", {})
     monkeypatch.setenv("VEOMNI_CACHE", str(tmp_path))
-    yield
 
 
 @pytest.fixture
