@@ -51,7 +51,7 @@ def test_veomnis_class_is_a_checked_config_with_fields_as_arguments_and_attribut
     assert (ops.rms_norm_implementation, ops.attn_implementation, ops.preset) == (["quack", "torch"], "eager", "eager")
     assert OpsImplementationConfig.from_dict({"preset": "gpu"}).moe_implementation == "fused_triton"
     assert ops.with_value("rms_norm_implementation", "torch").choices["rms_norm"].names == ("torch",)
-    assert copy.deepcopy(ops).choices == ops.choices
+    assert copy.copy(ops).choices == ops.choices
     with pytest.raises(UnknownNameError, match="rms_norm_implementaton: no such field. Did you mean"):
         OpsImplementationConfig(rms_norm_implementaton="torch")
     with pytest.raises(AttributeError, match="has no field 'rms_norm'"):

@@ -68,30 +68,11 @@ _HOME = {
 }
 
 __all__ = ["KERNEL_REGISTRY", "Binding", "CommandSpec", "DeviceSpec", "Hardware", "HardwareRequirement"]
-__all__ += [
-    "JobConditions",
-    "KernelOption",
-    "KernelSpec",
-    "ModelRule",
-    "ModelSpec",
-    "ModelViewSpec",
-    "OpSlot",
-    "OpSpec",
-]
-__all__ += [
-    "OpsConfig",
-    "OpsImplementationConfig",
-    "ParallelPlan",
-    "Plan",
-    "PluginRecord",
-    "Receipt",
-    "Registry",
-    "Shadow",
-    "Site",
-]
-__all__ += ["SiteRule", "Suspicion", "TokenLogprobs", "VariantSpec", "apply_plan", "bind", "binding_of"]
-__all__ += ["build_foundation_model", "discover", "find_sites", "get_parallel_plan", "hookimpl", "make_plan"]
-__all__ += ["plan_sites", "token_logprobs"]
+__all__ += ["JobConditions", "KernelOption", "KernelSpec", "ModelRule", "ModelSpec", "ModelViewSpec", "OpSlot"]
+__all__ += ["OpSpec", "OpsConfig", "OpsImplementationConfig", "ParallelPlan", "Plan", "PluginRecord", "Receipt"]
+__all__ += ["Registry", "Shadow", "Site", "SiteRule", "Suspicion", "TokenLogprobs", "VariantSpec", "apply_plan"]
+__all__ += ["bind", "binding_of", "build_foundation_model", "discover", "find_sites", "get_parallel_plan", "hookimpl"]
+__all__ += ["make_plan", "plan_sites", "token_logprobs"]
 
 
 def __getattr__(name: str) -> Any:

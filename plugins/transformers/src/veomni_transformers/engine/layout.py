@@ -81,7 +81,8 @@ def distributed_config_of(given: Any) -> Any:
     if unknown:
         known = ", ".join(DistributedConfig.__dataclass_fields__)
         raise ConfigError(f"distributed_config has no {', '.join(unknown)}; its fields are {known}")
-    if hasattr(written := given.get("ep_plan"), "ep_styles"):  # a ParallelPlan
+    written: Any = given.get("ep_plan")
+    if hasattr(written, "ep_styles"):  # a ParallelPlan
         given = {**given, "ep_plan": written.ep_styles()}
     try:
         return DistributedConfig(**given)
