@@ -65,7 +65,8 @@ class ParallelPlan:
                 f"the engine divides experts along their first dimension, Shard(0), and takes no {others[0]}; for "
                 "tensor parallelism write tp_plan, a mapping from paths to its styles"
             )
-        return dict.fromkeys(experts, "grouped_gemm")
+        modules = (path.rpartition(".")[0] for path in experts)
+        return {**dict.fromkeys(experts, "grouped_gemm"), **dict.fromkeys(modules, "ep_dispatch_experts")}
 
     def table(self) -> str:
         """One row for each parameter and way of dividing it."""
