@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import warnings
 from functools import cache
 from pathlib import Path
@@ -17,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import veomni_core as v
 from veomni_core.errors import VeOmniError
+from veomni_ops.veomni_names import INSTEAD
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS: dict[int, list[str]] = yaml.safe_load((ROOT / "tests" / "seed_vocabulary.yaml").read_text(encoding="utf-8"))
@@ -88,6 +91,17 @@ def divided(dimensions: dict[str, int]) -> Any:
     experts = {f"model.layers.*.mlp.experts.{name}": Shard(each) for name, each in dimensions.items()}
     sizes = {"fsdp_size": 2, "ep_size": 2, "ep_plan": v.ParallelPlan(extra_parallel_plan={"ep": experts})}
     return v.make_plan(skeleton("qwen3_moe"), ops(), hardware="h200", distributed_config=sizes)
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_a_name_of_veomnis_guides_is_answered_where_it_is_imported(name: str) -> None:
+    assert name not in v.__all__
+    with pytest.raises(ImportError, match=f"veomni_core has no {name}: ") as raised:
+        exec(f"from veomni_core import {name}")
+    if line := re.search(r"from \w+(\.\w+)* import \w+", str(raised.value)):
+        exec(line[0])
+    for module, attribute in re.findall(r"((?:veomni_core|torch)(?:\.[a-z]\w*)*)\.(\w+)", str(raised.value)):
+        assert hasattr(importlib.import_module(module), attribute)
 
 
 def test_every_row_is_there() -> None:

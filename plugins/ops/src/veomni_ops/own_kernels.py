@@ -57,12 +57,13 @@ class KernelRegistry:
         known, _ = self._kernels.get(spec.key, (spec, ""))
         if known.factory != spec.factory:
             raise SpecError(f"{spec} is registered already, with {known.factory}: unregister that, or name this anew")
-        self._kernels[spec.key] = spec, _version_of(_module_of(spec))
+        before = self._kernels
+        self._kernels = {**before, spec.key: (spec, _version_of(_module_of(spec)))}
         try:
             if problem := _problem(discover()):
                 raise SpecError(problem)
         except BaseException:
-            self.unregister(spec)
+            self._kernels = before
             raise
 
     def unregister(self, spec: KernelSpec) -> None:

@@ -20,7 +20,8 @@ _MODEL = "a plugin brings model types: write ModelSpec({}) in its hook veomni_mo
 _TOKEN = "a model's placeholder is its own: write model.config.{}_token_id"
 _SEQUENCE = "write from veomni_transformers.sequence import {}"
 _PATCHGEN = "write from veomni_patchgen import {}"
-_INSTEAD: Mapping[str, str] = {
+# By each name that the guides import.
+INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(
         (
             *("apply_ops_config", "set_ops_config", "apply_ops_patch", "apply_global_ops", "apply_per_model_patches"),
@@ -61,7 +62,7 @@ def line_for(name: str) -> str:
         >>> line_for("bind")
         ''
     """
-    return _INSTEAD.get(name, "")
+    return INSTEAD.get(name, "")
 
 
 def only_veomnis(field: object) -> str:

@@ -11,8 +11,8 @@ _GPU = HardwareRequirement("cuda", min_compute_capability=70, packages=_TRITON) 
 _MATRIX_UNITS = HardwareRequirement("cuda", min_compute_capability=80, packages=_TRITON) | _AMD
 # They compile for AMD's GPUs, which is tested, and nobody has run them there.
 _NEVER_RUN = (Suspicion(_AMD, "it was never run on an AMD GPU", seen=False),)
-# triton-ascend is a Triton of its own, in which the loss is as VeOmni's is. Nobody has run this one there.
-_ASCEND = HardwareRequirement("npu", packages=("triton-ascend>=3.2",))
+# triton-ascend is a Triton for NPUs. Its 3.2 lacks what the loss needs of Triton 3.4: tuples of pointers, and knobs.
+_ASCEND = HardwareRequirement("npu", packages=("triton-ascend>=3.4",))
 _NEVER_ON_AN_NPU = Suspicion(_ASCEND, "it was never run by triton-ascend", seen=False)
 _PREFERENCE = 60
 _MAX_TOKENS = KernelOption(
