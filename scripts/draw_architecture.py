@@ -37,7 +37,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 
 _OTHERS = (names for module, names in veomni_core._HOME.items() if not module.startswith("veomni_core."))
-MOVED = {*(name for names in _OTHERS for name in names), "OpsImplementationConfig"}
+MOVED = {name for names in _OTHERS for name in names}
 Arrows = dict[str, set[str]]
 
 

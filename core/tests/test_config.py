@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from veomni_core import OpsConfig, OpsImplementationConfig
@@ -43,8 +45,29 @@ GUIDE_YAMLS = [
 ]
 
 
-def test_the_two_names_are_one_class():
-    assert OpsImplementationConfig is OpsConfig
+def test_veomnis_class_is_a_checked_config_with_fields_as_arguments_and_attributes():
+    ops = OpsImplementationConfig(preset="eager", rms_norm_implementation=["quack", "torch"])
+    assert isinstance(ops, OpsConfig) and OpsConfig.of(ops) is ops
+    assert (ops.rms_norm_implementation, ops.attn_implementation, ops.preset) == (["quack", "torch"], "eager", "eager")
+    assert OpsImplementationConfig.from_dict({"preset": "gpu"}).moe_implementation == "fused_triton"
+    assert ops.with_value("rms_norm_implementation", "torch").choices["rms_norm"].names == ("torch",)
+    assert copy.copy(ops).choices == ops.choices
+    with pytest.raises(UnknownNameError, match="rms_norm_implementaton: no such field. Did you mean"):
+        OpsImplementationConfig(rms_norm_implementaton="torch")
+    with pytest.raises(AttributeError, match="has no field 'rms_norm'"):
+        ops.rms_norm  # noqa: B018
+
+
+def test_a_field_may_be_allowed_to_be_unused():
+    config = {"preset": "eager", "rms_norm_implementation": "torch"}
+    for allowed, fields in ((["rms_norm_implementation"], 1), ([], 0), (False, 0), (None, 0)):
+        assert len(OpsConfig.from_dict({**config, "allow_unused": allowed}).allow_unused) == fields
+    assert {*OpsConfig.from_dict({**config, "allow_unused": True}).allow_unused} >= {"moe_implementation"}
+    with pytest.raises(UnknownNameError, match="allow_unused: there is no field 'rms_norm'. Did you mean 'rms_norm_im"):
+        OpsConfig.from_dict({**config, "allow_unused": ["rms_norm"]})
+    for wrong in ("yes", {"rms_norm_implementation": True}, 1):
+        with pytest.raises(ConfigError, match="allow_unused: expected true, false, or a list of fields, got"):
+            OpsConfig.from_dict({**config, "allow_unused": wrong})
 
 
 def test_without_a_preset_what_is_not_written_is_auto():

@@ -126,8 +126,27 @@ def test_a_glob_that_matches_nothing_is_an_error_that_names_paths():
 
 
 def test_a_chosen_kernel_without_any_site_is_an_error():
-    with pytest.raises(NoSiteError, match="torch was chosen, but the model has no rms_norm site; remove the field, or"):
+    with pytest.raises(NoSiteError, match="torch was chosen, but the model has no rms_norm site; remove the field, w"):
         plan("torch", sites=(MLP,))
+
+
+@pytest.mark.parametrize("allowed", [True, ["rms_norm_implementation"]])
+def test_a_field_that_may_be_unused_is_a_warning_and_every_other_mistake_an_error(allowed, caplog):
+    def planned(sites, **fields):
+        config = {"preset": "eager", "rms_norm_implementation": "torch", "allow_unused": allowed, **fields}
+        return plan_sites(sites, config, registry=REGISTRY, hardware="cpu")
+
+    assert chosen(planned((MLP,))) == []
+    (warned,) = caplog.messages
+    assert warned.startswith("allow_unused: rms_norm_implementation: torch was chosen, but the model has no rms_norm")
+    planned((MLP,), rms_norm_implementation={"layers.0.*": "torch", "default": "eager"})
+    assert chosen(planned(NORMS)) == ["torch"] * 3
+    with pytest.raises(NoSiteError, match="no rms_norm site has such a path"):
+        planned(NORMS, rms_norm_implementation={"encoder.*": "torch"})
+    with pytest.raises(KernelUnavailableError, match="needs device type cuda"):
+        planned((MLP,), rms_norm_implementation="liger_kernel")
+    with pytest.raises(NoSiteError, match="has no rms_norm site"):
+        planned((MLP,), allow_unused=["moe_implementation"])
 
 
 def test_what_only_the_preset_chose_needs_no_site():

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from veomni_core.discovery.discover import discover
     from veomni_core.discovery.registry import PluginRecord, Registry
     from veomni_core.planning.config import OpsConfig
-    from veomni_core.planning.config import OpsConfig as OpsImplementationConfig
     from veomni_core.planning.plan import Plan
     from veomni_core.planning.planner import make_plan, plan_sites
     from veomni_core.sites.find import find_sites
     from veomni_core.sites.site import Site
+    from veomni_ops.own_kernels import KERNEL_REGISTRY
+    from veomni_ops.veomni_configs import OpsImplementationConfig
     from veomni_transformers.build import build_foundation_model
-    from veomni_transformers.engine.parallel_plan import get_parallel_plan
+    from veomni_transformers.engine.parallel_plan import ParallelPlan, get_parallel_plan
     from veomni_transformers.jobs.job_conditions import JobConditions
     from veomni_transformers.model_spec import ModelSpec
     from veomni_transformers.token_logprobs import TokenLogprobs, token_logprobs
@@ -46,13 +47,7 @@ _HOME = {
     "veomni_core.descriptions.kernel_spec": ("KernelSpec",),
     "veomni_core.descriptions.op_spec": ("OpSpec", "VariantSpec"),
     "veomni_core.descriptions.slot": ("OpSlot",),
-    "veomni_core.descriptions.spec": (
-        "CommandSpec",
-        "DeviceSpec",
-        "ModelRule",
-        "ModelViewSpec",
-        "SiteRule",
-    ),
+    "veomni_core.descriptions.spec": ("CommandSpec", "DeviceSpec", "ModelRule", "ModelViewSpec", "SiteRule"),
     "veomni_core.descriptions.suspicion": ("Suspicion",),
     "veomni_core.discovery.discover": ("discover",),
     "veomni_core.discovery.registry": ("PluginRecord", "Registry"),
@@ -63,30 +58,34 @@ _HOME = {
     "veomni_core.sites.site": ("Site",),
     # Other distributions of the family bring these.
     "veomni_conformance.bound_models.shadow": ("Shadow",),
+    "veomni_ops.own_kernels": ("KERNEL_REGISTRY",),
+    "veomni_ops.veomni_configs": ("OpsImplementationConfig",),
     "veomni_transformers.build": ("build_foundation_model",),
-    "veomni_transformers.engine.parallel_plan": ("get_parallel_plan",),
+    "veomni_transformers.engine.parallel_plan": ("ParallelPlan", "get_parallel_plan"),
     "veomni_transformers.jobs.job_conditions": ("JobConditions",),
     "veomni_transformers.model_spec": ("ModelSpec",),
     "veomni_transformers.token_logprobs": ("TokenLogprobs", "token_logprobs"),
 }
 
-__all__ = ["Binding", "CommandSpec", "DeviceSpec", "Hardware", "HardwareRequirement", "JobConditions"]
-__all__ += ["KernelOption", "KernelSpec", "ModelRule", "ModelSpec", "ModelViewSpec", "OpSlot", "OpSpec", "OpsConfig"]
-__all__ += ["OpsImplementationConfig", "Plan", "PluginRecord", "Receipt", "Registry", "Shadow", "Site"]
-__all__ += ["SiteRule", "Suspicion", "TokenLogprobs", "VariantSpec", "apply_plan", "bind", "binding_of"]
-__all__ += ["build_foundation_model", "discover", "find_sites", "get_parallel_plan", "hookimpl", "make_plan"]
-__all__ += ["plan_sites", "token_logprobs"]
+__all__ = ["KERNEL_REGISTRY", "Binding", "CommandSpec", "DeviceSpec", "Hardware", "HardwareRequirement"]
+__all__ += ["JobConditions", "KernelOption", "KernelSpec", "ModelRule", "ModelSpec", "ModelViewSpec", "OpSlot"]
+__all__ += ["OpSpec", "OpsConfig", "OpsImplementationConfig", "ParallelPlan", "Plan", "PluginRecord", "Receipt"]
+__all__ += ["Registry", "Shadow", "Site", "SiteRule", "Suspicion", "TokenLogprobs", "VariantSpec", "apply_plan"]
+__all__ += ["bind", "binding_of", "build_foundation_model", "discover", "find_sites", "get_parallel_plan", "hookimpl"]
+__all__ += ["make_plan", "plan_sites", "token_logprobs"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "OpsImplementationConfig":
-        name = "OpsConfig"
-    home = next((module for module, names in _HOME.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module 'veomni_core' has no attribute {name!r}")
+    home = next((module for module, names in _HOME.items() if name in names), "")
     if home.startswith("veomni_core."):
         return getattr(importlib.import_module(home), name)
-    return importlib.import_module("veomni_core.descriptions.references").load_from(f"{home}:{name}")
+    references = importlib.import_module("veomni_core.descriptions.references")
+    if home:
+        return references.load_from(f"{home}:{name}")
+    line = None if name.startswith("__") else references.load_if_installed("veomni_ops.veomni_names:line_for")
+    if line and (instead := line(name)):  # Python replaces the words of an AttributeError, where a name is imported
+        raise ImportError(f"veomni_core has no {name}: {instead}", name="veomni_core")
+    raise AttributeError(f"module 'veomni_core' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,7 @@ from planned_norms import REGISTRY
 from veomni_conformance.ranks.conditions import differences, rank_conditions
 from veomni_conformance.this_machine import ThisMachine
 from veomni_core import Hardware, Plan, make_plan
-from veomni_core.discovery.torch_overrides import PYTHON_NATIVE, changed_overrides
+from veomni_ops.torch_overrides import PYTHON_NATIVE, changed_overrides
 
 native = pytest.importorskip("torch.backends.python_native", reason="torch 2.13 has it")
 EAGER = {"preset": "eager"}

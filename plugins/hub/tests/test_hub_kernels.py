@@ -12,7 +12,7 @@ from verified_kernels import CPU, verified
 from veomni_conformance.cli import verify as command
 from veomni_conformance.cli.verify_processes import FAILED, Row
 from veomni_core import OpsConfig, Plan, Site, apply_plan, bind, make_plan, plan_sites
-from veomni_core.errors import KernelLoadError, KernelUnavailableError
+from veomni_core.errors import ConfigError, KernelLoadError, KernelUnavailableError
 
 NORM = Site("rms_norm", "layers.0.norm", "norm modules", "standard", "proven", "float32")
 HUB = {"preset": "eager", "rms_norm_implementation": "acme"}
@@ -159,3 +159,41 @@ def test_the_receipt_names_the_layer_its_folder_and_its_digest(right, listed, mo
         assert kernel.spec.description == f"AcmeRMSNorm of {right}"
         assert kernel.version == f"0.1.0+{kernel.spec.digest[:16]}"
         assert kernel.version in json.dumps(binding.receipt.to_dict())
+
+
+ATTENTION = {
+    "op": "attention",
+    "variant": "standard",
+    "function": "attention",
+    "features": ["dense_mask", "sdpa_mask", "wide_heads", "odd_heads"],
+    "call": {name: name for name in ("module", "query", "key", "value", "attention_mask", "scaling", "is_causal")},
+}
+CODE = """
+from veomni_ops import attention as op
+
+
+def attention(module, query, key, value, attention_mask, scaling, is_causal):
+    if attention_mask is not None and attention_mask.dim() == 2:
+        raise ValueError("a padding mask is not computed")
+    return op.standard(module, query, key, value, attention_mask, scaling, is_causal=is_causal)
+"""
+
+
+@pytest.mark.thorough
+def test_an_attention_under_its_repository_s_name(tmp_path, listed, model):
+    build = write_package(tmp_path / "acme-attention")
+    (build / "__init__.py").write_text(CODE)
+    registry = listed(tmp_path / "acme-attention", ATTENTION, name="acme/attention")
+    config = {"preset": "eager", "attn_implementation": "acme/attention"}
+    with pytest.raises(KernelUnavailableError, match="acme/attention has not passed veomni verify"):
+        bind(model, config, registry=registry)
+    assert verified(registry) == []
+    ids = torch.tensor([[5, 9, 17, 3]])
+    eager = model(ids, labels=ids).loss
+    with bind(model, config, registry=registry) as binding:
+        assert [kernel.spec.name for kernel in binding.plan.kernels] == ["acme/attention"]
+        torch.testing.assert_close(model(ids, labels=ids).loss, eager)
+    kernel = registry.resolve("attention", "standard", "acme/attention").load()
+    heads = torch.zeros(1, 4, 3, 8)
+    with pytest.raises(ConfigError, match="attention is not given softcap, and this call has it"):
+        kernel(model.model.layers[0].self_attn, heads, heads, heads, None, softcap=30.0)

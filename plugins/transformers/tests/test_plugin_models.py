@@ -177,6 +177,19 @@ def test_a_class_may_have_its_converter_as_veomnis_generated_classes_do(tmp_path
         assert converter_for(flat).width == 48
 
 
+def test_a_parallel_plan_may_be_written_as_veomnis_is(install):
+    written = """
+    def PLAN():
+        from torch.distributed.tensor import Shard
+        from veomni_core import ParallelPlan
+        return ParallelPlan(extra_parallel_plan={"ep": {"model.layers.*.mlp.experts.gate_up_proj": Shard(0)}})
+"""
+    install("acme-plans", ACME.replace('\n    PLAN = {"ep": {"layers.*.mlp": "ep_router"}}\n', written))
+    experts = {"layers.*.mlp.experts.gate_up_proj": "grouped_gemm", "layers.*.mlp.experts": "ep_dispatch_experts"}
+    model = build_on_cpu({"model_type": "acme", **SHAPE}, torch_dtype="float32")
+    assert model.config.base_model_ep_plan == experts
+
+
 def test_what_is_wrong_with_a_plugins_model_is_said(install, tmp_path):
     gone = ACME.replace("{module}:AcmeConfig", "acme_gone.config:Config")
     install("acme-gone", gone)

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
 from counting_kernels import counting_registry
 from models import EVERY_KERNEL, build
 from planned_norms import vouching
 from veomni_conformance.given_kernels import definitions
-from veomni_core import Plan, Site, SiteRule, make_plan
+from veomni_core import ParallelPlan, Plan, Site, SiteRule, make_plan
 from veomni_core.descriptions.sharding import Sharding
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import ConfigError, HostError, KernelUnavailableError, SpecError
@@ -149,6 +150,42 @@ def test_a_plugin_s_rule_without_sharded_binds_under_fsdp2_and_not_under_tensor_
 def test_sizes_that_do_not_fit_are_refused_before_there_are_ranks(layout, message):
     with pytest.raises(ConfigError, match=message):
         plan_of("qwen3_moe", **layout)
+
+
+EXPERTS = "model.layers.*.mlp.experts"
+
+
+def test_a_written_plan_divides_experts_as_the_model_s_own_does():
+    written = ParallelPlan(
+        extra_parallel_plan={"ep": {f"{EXPERTS}.{n}": Shard(0) for n in ("gate_up_proj", "down_proj")}}
+    )
+    own = plan_of("qwen3_moe", fsdp_size=2, ep_size=2)
+    assert plan_of("qwen3_moe", fsdp_size=2, ep_size=2, ep_plan=written).sha256 == own.sha256
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"ep": {f"{EXPERTS}.gate_proj": Shard(0)}}, r"`ep_plan` keys .*experts.gate_proj'\] match nothing"),
+        (
+            {"ep": {f"{EXPERTS}.gate_up_proj": Shard(1)}},
+            r"along their first dimension.* takes no \S+gate_up_proj: S\(1\)",
+        ),
+        ({"ep": {}, "emb": {"model.embed_tokens.weight": Shard(0)}}, "takes no emb"),
+    ],
+)
+def test_a_written_plan_that_does_not_fit_is_refused(plan, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_of("qwen3_moe", fsdp_size=2, ep_size=2, ep_plan=ParallelPlan(extra_parallel_plan=plan))
+
+
+def test_a_model_s_own_plan_of_parameters_that_its_experts_lack_is_refused():
+    with torch.device("meta"):
+        model = build("qwen3_moe")
+    model.config.base_model_ep_plan = {"layers.*.mlp.experts.gate_proj": "grouped_gemm"}
+    stale = type(model)._from_config(model.config)
+    with pytest.raises(ConfigError, match=r"its plan divides \S+experts.gate_proj, and its experts have no such param"):
+        make_plan(stale, {}, hardware="cpu", distributed_config={"fsdp_size": 2, "ep_size": 2})
 
 
 def test_planning_leaves_the_model_s_own_plans_as_they_are_and_repeats_no_warning_of_the_engine(caplog, monkeypatch):

@@ -116,7 +116,8 @@ def _require(
 def _require_reference(owner: str, field: str, value: object) -> None:
     module_name, colon, attribute = value.partition(":") if isinstance(value, str) else ("", "", "")
     if not (colon and module_name and attribute):
-        raise SpecError(f'{owner}: {field} must read "module:attribute", not {value!r}')
+        named = ", or be a function at the top of a module" * callable(value)
+        raise SpecError(f'{owner}: {field} must read "module:attribute"{named}, not {value!r}')
 
 
 def _require_mapping(owner: str, field: str, value: object, kind: type) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from veomni_core.descriptions.field_types import check_fields
 from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
 from veomni_core.descriptions.kernel_option import KernelOption, Value
-from veomni_core.descriptions.references import load_attribute
+from veomni_core.descriptions.references import load_attribute, reference_to
 from veomni_core.descriptions.suspicion import Suspicion
 from veomni_core.errors import ConfigError, KernelLoadError, SpecError, did_you_mean
 from veomni_core.random_states import random_states_kept
@@ -30,7 +30,7 @@ class KernelSpec:
         variant: the op's variant, or an alias of it.
         factory: ``"module:attribute"`` of the kernel itself, or of a function without parameters that returns it. With
             ``options``, of a function that takes them as keyword arguments and returns it. Imported only when the
-            kernel is bound.
+            kernel is bound. A function at the top of a module may be given itself: the field then holds its name.
         hardware: what it requires of the machine.
         description: one line for ``veomni list``.
         preference: its rank for ``auto``, which takes the usable kernel with the highest rank. At 0 or below, ``auto``
@@ -69,7 +69,7 @@ class KernelSpec:
     name: str
     op_name: str
     variant: str
-    factory: str
+    factory: str | Callable[..., Any]
     hardware: HardwareRequirement = field(default_factory=HardwareRequirement)
     description: str = ""
     preference: int = 50
@@ -93,6 +93,7 @@ class KernelSpec:
         owner = f"KernelSpec {self}"
         if self.name in (EAGER, "auto"):
             raise SpecError(f"{owner}: {self.name!r} is reserved in configs; give the kernel another name")
+        object.__setattr__(self, "factory", reference_to(self.factory) or self.factory)
         names = ("name", "op_name", "variant")
         check_fields(self, owner, names=names, references=("factory",), optional_references=("can_run", "mask"))
         if len({option.name for option in self.options}) < len(self.options):
@@ -176,8 +177,8 @@ class KernelSpec:
         """
         if self.options:
             values = {option.name: option.default for option in self.options} | dict(self.settings)
-            return self._imported(self.factory, lambda make: make(**values))
-        return self._imported(self.factory, _made_by_factory)
+            return self._imported(str(self.factory), lambda make: make(**values))
+        return self._imported(str(self.factory), _made_by_factory)
 
     def load_mask(self) -> Callable[..., Any] | None:
         """Import the function that builds the kernel's masks; ``None`` if the spec names none.

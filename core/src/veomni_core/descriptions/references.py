@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from typing import Any
 
 
@@ -16,6 +16,14 @@ def load_attribute(reference: str) -> Any:
     for name in attribute.split("."):
         value = getattr(value, name)
     return value
+
+
+def reference_to(value: Any) -> str:
+    """The ``"module:attribute"`` of a function or class at the top of a module; empty for anything else."""
+    reference = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+    with suppress(ImportError, AttributeError, ValueError):
+        return reference if load_attribute(reference) is value else ""
+    return ""
 
 
 def load_if_installed(reference: str) -> Any | None:

@@ -29,6 +29,7 @@ from veomni_core.errors import ConfigError, PluginLoadError, SpecError, UnknownN
 
 _NO_KERNELS = f"which VEOMNI_PLUGINS does not leave out: declare it under {ENTRY_POINT_GROUP}"
 TRIAL_TIMEOUT = "VEOMNI_PLUGIN_TIMEOUT"
+_OWN_KERNELS = "veomni_ops.own_kernels"  # of the job's own code: where it has none, this was not imported
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
 
@@ -106,7 +107,8 @@ def describe(environ: Mapping[str, str]) -> list[PluginRecord]:
     problems = _on_trial([plugin for plugin in waiting if plugin.distribution not in vouched_for], environ)
     for plugin in waiting:
         records[plugin] = _load(replace(plugin, problem=problems.get(plugin.module, "")))
-    return [CORE, *filter(None, records.values())]
+    own = sys.modules.get(_OWN_KERNELS)
+    return [CORE, *filter(None, records.values()), *(own.KERNEL_REGISTRY.records() if own else ())]
 
 
 def _on_trial(plugins: list[InstalledPlugin], environ: Mapping[str, str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.descriptions.op_spec import OpSpec
+from veomni_core.descriptions.references import load_if_installed
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConfigError, UnknownNameError, did_you_mean
 
@@ -162,7 +163,8 @@ def _checked_name(op: OpSpec, where: str, name: str, known: list[str], registry:
         present = op.legacy_values[name]
         warnings.warn(f"{where}: {name} is now called {present}; please write that", FutureWarning, stacklevel=6)
         return present
-    message = f"{where}: {name!r} is unknown. {did_you_mean(name, known)}"
+    hint = load_if_installed("veomni_ops.veomni_names:only_elsewhere")
+    message = f"{where}: {name!r} is unknown. {(hint and hint(name)) or did_you_mean(name, known)}"
     for plugin in registry.failed():
         message += f" (It may belong to {plugin}, which failed to load: {plugin.problem})"
     raise UnknownNameError(message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from veomni_core.errors import ConfigError, MissingOpsImplementationError, Unkno
 from veomni_core.jobs.jobfile import load_yaml
 from veomni_core.planning.choice import AUTO, Choice, preset_choice, shown, written_choice
 
-VERIFIED, NOTHING = "verified", "nothing"
+VERIFIED, NOTHING, UNUSED = "verified", "nothing", "allow_unused"
 ON_CHANGE = ("raise", "eager")
 TRAINING_LOGITS = ("deferred", "computed", "none")
 # The values of each setting that is for all ops; the first is the default.
@@ -38,6 +38,8 @@ class OpsConfig:
             raises; ``eager`` lets the module run its own code again, with a warning and a line in the receipt.
         require: ``verified`` takes only kernels that are certified on this machine, in the dtypes of their sites;
             ``nothing`` asks that of foreign code alone.
+        allow_unused: the config fields that may name a kernel where the model has no site of the op, which is a warning
+            then and not an error; ``allow_unused: true`` is all of them. So models of several families share a config.
         training_logits: what ``outputs.logits`` is in a training step with a fused loss. ``deferred``: a tensor that
             is computed when it is first read; ``computed``: computed in each step; ``none``: ``None``.
 
@@ -64,6 +66,7 @@ class OpsConfig:
     on_change: str = "raise"
     training_logits: str = "deferred"
     require: str = NOTHING
+    allow_unused: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: OpsConfig | Mapping[str, Any], registry: Registry | None = None) -> OpsConfig:
@@ -110,6 +113,7 @@ class OpsConfig:
         section = _ops_section(data)
         fields = dict(section)
         preset, profile = fields.pop("preset", AUTO), fields.pop("profile", {})
+        unused = fields.pop(UNUSED, False)
         settings = {name: one_of(name, fields.pop(name, values[0]), values) for name, values in _SETTINGS.items()}
         presets = known_presets(registry)
         if str(preset) not in presets:
@@ -118,8 +122,8 @@ class OpsConfig:
         by_field = {op.config_field: op for op in registry.ops.values()}
         for name in fields:
             if name not in by_field:
-                hint = load_if_installed(f"{_VEOMNI_CONFIGS}:only_veomnis")
-                known = [*by_field, "preset", "profile", *_SETTINGS]
+                hint = load_if_installed("veomni_ops.veomni_names:only_veomnis")
+                known = [*by_field, "preset", "profile", UNUSED, *_SETTINGS]
                 nearest = (hint and hint(name)) or did_you_mean(str(name), known)
                 raise UnknownNameError(f"ops_implementation.{name}: no such field. {nearest}")
         choices = {
@@ -130,7 +134,8 @@ class OpsConfig:
         }
         if "preset" not in section and (warn := load_if_installed(f"{_VEOMNI_CONFIGS}:warn_without_preset")):
             warn(choices.values(), registry.ops)
-        return cls(preset, choices, registry, _modeling_backend(environ), profile, **settings)
+        allowed = _allowed_unused(unused, by_field)
+        return cls(preset, choices, registry, _modeling_backend(environ), profile, **settings, allow_unused=allowed)
 
     def with_value(self, config_field: str, value: Any) -> OpsConfig:
         """A copy of this config with one field set to ``value``."""
@@ -179,6 +184,16 @@ def _check_profile(profile: Any, registry: Registry) -> None:
         registry.op(op)
         if not isinstance(times, Mapping) or not all(isinstance(ms, (int, float)) for ms in times.values()):
             raise ConfigError(f"profile.{op}: expected {{kernel: milliseconds}}, {shown(times)}")
+
+
+def _allowed_unused(value: Any, fields: Iterable[str]) -> tuple[str, ...]:
+    allowed = tuple(fields) if value is True else value or ()
+    if isinstance(allowed, (str, Mapping)) or not isinstance(allowed, Collection):
+        raise ConfigError(f"{UNUSED}: expected true, false, or a list of fields, {shown(value)}")
+    for name in allowed:
+        if name not in fields:
+            raise UnknownNameError(f"{UNUSED}: there is no field {name!r}. {did_you_mean(str(name), fields)}")
+    return tuple(allowed)
 
 
 def _modeling_backend(environ: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from veomni_core.errors import KernelUnavailableError, NoSiteError
@@ -10,11 +11,13 @@ from veomni_core.planning.config import OpsConfig
 from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.planning.selection import Selection
 
+logger = logging.getLogger(__name__)
+
 
 def raise_problems(
     ops: tuple[OpDecision, ...], config: OpsConfig, selection: Selection, failed_rules: tuple[str, ...]
 ) -> None:
-    """Raise one error for all requests that can't be met.
+    """Raise one error for all requests that can't be met; warn of fields in ``allow_unused`` that have no site.
 
     Where a requested kernel has no site, a failed site rule might have found one. So the message names those rules too.
 
@@ -25,17 +28,19 @@ def raise_problems(
     pressing: list[str] = []
     others: list[str] = []
     siteless: list[str] = []
+    allowed: list[str] = []
     for op in ops:
         for group, decisions in _decided(op, config.choices[op.op_name]):
             field = op.config_field if group.glob is None else f"{op.config_field}[{group.glob!r}]"
+            missing = allowed if not op.sites and op.config_field in config.allow_unused else siteless
             if group.glob is not None and not decisions:
-                siteless.append(f"{field}: {_no_such_path(op) if op.sites else _no_site(op)}")
+                missing.append(f"{field}: {_no_such_path(op) if op.sites else _no_site(op)}")
             elif selection.leaves_open(group.requested):
                 continue
             elif problem := selection.unavailable(op.op_name, group.requested):
                 (pressing if op.written or decisions else others).append(f"{field}: {problem}")
             elif op.written and not decisions:
-                siteless.append(f"{field}: {' or '.join(group.names)} was chosen, but {_no_site(op)}")
+                missing.append(f"{field}: {' or '.join(group.names)} was chosen, but {_no_site(op)}")
             elif op.written and not any(decision.bound for decision in decisions):
                 reasons = "; ".join(dict.fromkeys(decision.reason for decision in decisions))
                 names = " or ".join(group.names)
@@ -44,6 +49,8 @@ def raise_problems(
         raise KernelUnavailableError("\n".join([*pressing, *others, *siteless, *(failed_rules if siteless else ())]))
     if siteless:
         raise NoSiteError("\n".join([*siteless, *failed_rules]))
+    for unused in allowed:
+        logger.warning("allow_unused: %s", unused)
 
 
 def _decided(op: OpDecision, choice: Choice) -> Iterable[tuple[Group, tuple[SiteDecision, ...]]]:
@@ -61,4 +68,4 @@ def _no_such_path(op: OpDecision) -> str:
 
 
 def _no_site(op: OpDecision) -> str:
-    return f"the model has no {op.op_name} site; remove the field, or write eager"
+    return f"the model has no {op.op_name} site; remove the field, write eager, or list it in allow_unused"

@@ -9,9 +9,9 @@ from typing import Any
 
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.references import load_if_installed
 from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.discovery.registry import Registry
-from veomni_core.discovery.torch_overrides import changed_overrides
 from veomni_core.errors import BindingError, UnknownNameError, did_you_mean
 from veomni_core.planning.config import VERIFIED, OpsConfig
 from veomni_core.planning.decisions import OpDecision, SiteDecision
@@ -73,7 +73,7 @@ def make_plan(
         Traceback (most recent call last):
             ...
         veomni_core.errors.NoSiteError: moe_implementation: grouped_mm was chosen, but the model has no moe_experts
-        site; remove the field, or write eager
+        site; remove the field, write eager, or list it in allow_unused
     """
     if isinstance(model, (tuple, list)):
         raise BindingError("make_plan needs a model; to plan for sites that are found already, call plan_sites")
@@ -151,12 +151,13 @@ def _plan(
     kernels = tuple(_planned_kernels(ops, registry, evidence if hardware.detected else None))
     assumptions = () if hardware.detected else _assumptions(kernels, hardware, certified_only)
     passed_by = tuple(selection.passed_by)
+    overrides = load_if_installed("veomni_ops.torch_overrides:changed_overrides") if hardware.detected else None
     return Plan(
         *(hardware, ops, kernels, assumptions, failed_rules, autocast, training, passed_by),
         profile=times.digest if times else "",
         profile_notes=tuple(times.notes()) if times else (),
         unverified=tuple(_unverified(ops, selection)) if hardware.detected else (),
-        overrides=changed_overrides() if hardware.detected else "",
+        overrides=overrides() if overrides else "",
     )
 
 

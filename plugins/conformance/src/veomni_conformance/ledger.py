@@ -24,6 +24,7 @@ from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.registry import PluginRecord
 from veomni_core.errors import HostError
 from veomni_core.planning.evidence import HERE, NEVER, Evidence
+from veomni_ops.own_kernels import THIS_PROCESS
 
 logger = logging.getLogger(__name__)
 _ELSEWHERE = "verified elsewhere"
@@ -145,6 +146,8 @@ class Ledger(Evidence):
 
     def how_to_check(self, spec: KernelSpec, plugin: PluginRecord) -> str:
         """What a user does to have ``spec`` checked here, as a phrase."""
+        if plugin.distribution == THIS_PROCESS:  # which the command does not know
+            return "bind(..., verify=True) checks it"
         return f"veomni verify {plugin.distribution} --kernel {spec} checks it"
 
     def _standing(self, spec: KernelSpec, plugin: PluginRecord, dtype: str) -> str:

@@ -12,7 +12,7 @@ from veomni_conformance.installed_files import combined, hashed_files
 from veomni_core.descriptions.hardware import Hardware, requirement
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.registry import PluginRecord
-from veomni_core.discovery.torch_overrides import PYTHON_NATIVE, changed_overrides
+from veomni_ops.torch_overrides import PYTHON_NATIVE, changed_overrides
 
 CERTIFICATES = "veomni_certificates.json"  # of a plugin's package; no part of what was checked
 _COMPILERS = ("torch", "triton", PYTHON_NATIVE)  # they matter to every kernel

@@ -55,6 +55,8 @@ class Call:
         defaults: the values of those that callers may leave out.
         keywords: what the function's parameters get.
         attributes: what the layer's attributes are; ``None`` for a function.
+        left_out: the arguments that it does not get: a call must leave them at their defaults.
+        takes_others: whether the contract's callers may pass more, which nobody reads.
     """
 
     function: Callable[..., Any]
@@ -62,12 +64,19 @@ class Call:
     defaults: Mapping[str, Any]
     keywords: Values
     attributes: Values | None
+    left_out: tuple[str, ...] = ()
+    takes_others: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the op."""
+        """Compute the op; raise ConfigError where the call has an argument that was left out."""
+        if self.takes_others:
+            kwargs = {name: value for name, value in kwargs.items() if name in self.arguments}
         given = {**self.defaults, **dict(zip(self.arguments, args, strict=False)), **kwargs}
         if len(args) > len(self.arguments) or given.keys() != {*self.arguments}:
             raise TypeError(f"takes {', '.join(self.arguments)}, not {len(args)} values and {', '.join(kwargs)}")
+        for name in self.left_out:
+            if given[name] is not self.defaults[name] and given[name] != self.defaults[name]:
+                raise ConfigError(f"the Hub's {self.function.__name__} is not given {name}, and this call has it")
         keywords = self.keywords.filled(given)
         if self.attributes is None:
             return self.function(**keywords)
@@ -81,8 +90,9 @@ def call_of(kernel: HubKernel, package: ModuleType, reference: Callable[..., Any
         ConfigError: the package has no such layer or function, or the entry maps arguments that are not there.
     """
     function = _layer(kernel, package) if kernel.layer else _function(kernel, package)
-    arguments = inspect.signature(reference).parameters
-    _check_arguments(kernel, tuple(arguments))
+    parameters = inspect.signature(reference).parameters
+    arguments = {name: each for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
+    left_out = _left_out(kernel, arguments)
     attributes = {name: value for name, value in kernel.call.items() if name.startswith(_ATTRIBUTE)}
     keywords = {name: value for name, value in kernel.call.items() if name not in attributes}
     try:
@@ -98,11 +108,17 @@ def call_of(kernel: HubKernel, package: ModuleType, reference: Callable[..., Any
         Values.of({name.removeprefix(_ATTRIBUTE): value for name, value in attributes.items()})
         if kernel.layer
         else None,
+        left_out,
+        takes_others=len(arguments) < len(parameters),
     )
 
 
-def _check_arguments(kernel: HubKernel, arguments: tuple[str, ...]) -> None:
-    """Raise unless the entry's ``call`` uses every argument of the op, and no other."""
+def _left_out(kernel: HubKernel, arguments: Mapping[str, inspect.Parameter]) -> tuple[str, ...]:
+    """The arguments of the op that the entry's ``call`` does not use: only if it lists ``features``, and with defaults.
+
+    Raises:
+        ConfigError: it leaves out others, or uses what the op doesn't have.
+    """
     used = [value for value in kernel.call.values() if isinstance(value, str)]
     for argument in used:
         if argument not in arguments:
@@ -110,11 +126,17 @@ def _check_arguments(kernel: HubKernel, arguments: tuple[str, ...]) -> None:
                 f"{kernel}: call names the argument {argument!r}, which the op doesn't have. "
                 f"{did_you_mean(argument, arguments)}"
             )
-    if left_out := [argument for argument in arguments if argument not in used]:
+    left_out = tuple(argument for argument in arguments if argument not in used)
+    if needed := [name for name in left_out if "features" not in kernel.promises or not _has_default(arguments[name])]:
         raise ConfigError(
-            f"{kernel}: call leaves out {', '.join(left_out)} of the op; a kernel that ignores an argument computes "
+            f"{kernel}: call leaves out {', '.join(needed)} of the op; a kernel that ignores an argument computes "
             "something else"
         )
+    return left_out
+
+
+def _has_default(parameter: inspect.Parameter) -> bool:
+    return parameter.default is not parameter.empty
 
 
 def _layer(kernel: HubKernel, package: ModuleType) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from veomni_hub.hub_kernel import HubKernel, Package
 VARIABLE = "VEOMNI_HUB_KERNELS"
 _PACKAGE_KEYS = ("folder", "repo", "revision", "download", "variants", "kernels")
 _HARDWARE_KEYS = ("device_type", "min_compute_capability", "max_compute_capability", "packages")
-_PROMISES = ("dtypes", "backward", "deterministic", "preference")
+_PROMISES = ("dtypes", "backward", "deterministic", "features", "preference")
 _KERNEL_KEYS = ("op", "variant", "layer", "function", "call", "hardware", *_PROMISES)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -29,6 +29,8 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "flex": ("flex_attention",),
     "native": ("eager",),
     "none": ("eager",),
+    "quack_cutlass": ("fused_quack",),
+    "triton_group_gemm": ("fused_triton",),
     "pytorch": ("torch", "sdpa", "grouped_mm", "chunk_loss"),
     "default": ("auto",),
     # dtypes

@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.planning.choice import AUTO, Choice
-
-_FOR_SINGLE_MODELS = {
-    "dsa_attention_implementation": "DeepSeek's sparse attention",
-    "dsa_indexer_implementation": "the indexer of DeepSeek's sparse attention",
-    "mhc_implementation": "manifold-constrained hyper-connections",
-}
+from veomni_core.planning.config import OpsConfig
 
 
-def only_veomnis(field: object) -> str:
-    """What to do about a field that VeOmni has and no op here; empty for any other name.
+class OpsImplementationConfig(OpsConfig):
+    """VeOmni's class: the fields of a section are its arguments, and what they ask for its attributes.
+
+    The same checked config as :class:`veomni_core.OpsConfig`, for whatever takes one.
 
     Example:
-        >>> only_veomnis("mhc_implementation")
-        'In VeOmni it chooses manifold-constrained hyper-connections; no op is here for that, so leave it out'
-        >>> only_veomnis("rms_norm_implementation")
-        ''
+        >>> ops = OpsImplementationConfig(preset="eager", rms_norm_implementation="torch")
+        >>> ops.rms_norm_implementation, ops.moe_implementation
+        ('torch', 'eager')
     """
-    chosen = _FOR_SINGLE_MODELS.get(str(field))
-    return f"In VeOmni it chooses {chosen}; no op is here for that, so leave it out" if chosen else ""
+
+    def __init__(self, *checked: Any, **fields: Any) -> None:
+        """Check ``fields``, or take the fields of a checked :class:`veomni_core.OpsConfig`.
+
+        Raises:
+            ConfigError: as of :meth:`veomni_core.OpsConfig.from_dict`.
+        """
+        if not checked and "choices" not in fields:
+            fields = dict(vars(OpsConfig.from_dict(fields)))
+        super().__init__(*checked, **fields)
+
+    def __getattr__(self, name: str) -> Any:
+        for choice in vars(self).get("choices", {}).values():
+            if choice.config_field == name:
+                return choice.asked
+        raise AttributeError(f"{type(self).__name__} has no field {name!r}")
 
 
 def warn_without_preset(choices: Iterable[Choice], ops: Mapping[str, OpSpec]) -> None:

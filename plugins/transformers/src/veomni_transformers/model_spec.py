@@ -21,7 +21,8 @@ class ModelSpec:
             need the ``converter``.
         tokenizer: the same of the tokenizer's class, if transformers can't find it.
         processor: the same of the processor's class.
-        parallel_plan: the same of a mapping ``{"tp": {path: style}, "ep": {path: style}}``, for several ranks.
+        parallel_plan: the same of a mapping ``{"tp": {path: style}, "ep": {path: style}}``, for several ranks; or of a
+            :class:`veomni_core.ParallelPlan`, or a function that returns one.
         converter: the same of a function that takes the model, which may be on the meta device, and returns a converter
             of stored tensors (``can_handle``, ``convert``, ``finalize``).
 

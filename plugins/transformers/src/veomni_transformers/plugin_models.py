@@ -77,6 +77,9 @@ def model_class_of(config: Any) -> Any | None:
         return None
     if spec.parallel_plan:
         plans = _loaded(spec, "parallel_plan")
+        if hasattr(plans := plans() if callable(plans) else plans, "ep_styles"):  # a ParallelPlan
+            of_model = f"{_loaded(spec, 'model').base_model_prefix}."  # a config's plan begins within
+            plans = {"ep": {path.removeprefix(of_model): style for path, style in plans.ep_styles().items()}}
         if not isinstance(plans, Mapping) or not {*plans} <= {"tp", "ep"}:
             raise SpecError(f"ModelSpec {spec.model_type!r}: parallel_plan must have the keys tp and ep, not {plans!r}")
         for kind, styles in plans.items():

@@ -19,6 +19,7 @@ from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.slot import OpSlot
 from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
+from veomni_ops.veomni_names import OPS
 from veomni_transformers.changes.property_change import PropertyChange
 from veomni_transformers.proving.functions import code_layers, current_forward, with_globals
 from veomni_transformers.proving.probe import parameter_dtype
@@ -28,8 +29,6 @@ _DECLARED = "declared by the modeling code"
 # How many calls to follow from a forward to a function that uses a slot. Generated modeling code needs one: the forward
 # calls a rotary or a loss function by its global name.
 _DEEPEST = 3
-# What VeOmni's generated code calls ops that have another name here.
-_VEOMNIS_NAMES = {"apply_rotary_pos_emb": "rotary_pos_emb", "moe_load_balancing_loss": "load_balancing_loss"}
 
 
 class DeclaredSlots:
@@ -66,7 +65,7 @@ class DeclaredSlots:
                     "name, so it can't be bound for one model: declare it in a class body"
                 )
                 unread = Proof(None, why, examined=False)
-                yield unread.site(_VEOMNIS_NAMES.get(slot.op_name, slot.op_name), "", rule, own=_own(slot))
+                yield unread.site(OPS.get(slot.op_name, slot.op_name), "", rule, own=_own(slot))
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module, slot = model.get_submodule(site.path), self._filled(site, kernel)
@@ -87,9 +86,8 @@ class DeclaredSlots:
 
 def _site(slot: OpSlot, path: str, rule: str, module: nn.Module, detail: Mapping[str, str]) -> Site:
     said = Proof(slot.variant, _DECLARED, detail, declared=True)
-    return said.site(
-        _VEOMNIS_NAMES.get(slot.op_name, slot.op_name), path, rule, dtype=parameter_dtype(module), own=_own(slot)
-    )
+    op_name = OPS.get(slot.op_name, slot.op_name)
+    return said.site(op_name, path, rule, dtype=parameter_dtype(module), own=_own(slot))
 
 
 def _own(slot: OpSlot) -> str:

@@ -61,7 +61,7 @@ def _described_by_driver(index: int) -> Gpu:
     target, properties = driver.active.get_current_target(), driver.active.utils.get_device_properties(index)
     is_nvidia = target.backend == "cuda"
     return Gpu(
-        properties["multiprocessor_count"],
+        properties.get("multiprocessor_count") or properties["num_vectorcore"],  # the latter is triton-ascend's
         properties["max_shared_mem"],
         # The architectures of AMD's GPUs are names; torch has compute capabilities for them that mean something else.
         has_copy_engine=is_nvidia and target.arch >= 90,

@@ -11,6 +11,9 @@ _GPU = HardwareRequirement("cuda", min_compute_capability=70, packages=_TRITON) 
 _MATRIX_UNITS = HardwareRequirement("cuda", min_compute_capability=80, packages=_TRITON) | _AMD
 # They compile for AMD's GPUs, which is tested, and nobody has run them there.
 _NEVER_RUN = (Suspicion(_AMD, "it was never run on an AMD GPU", seen=False),)
+# triton-ascend is a Triton for NPUs. Its 3.2 lacks what the loss needs of Triton 3.4: tuples of pointers, and knobs.
+_ASCEND = HardwareRequirement("npu", packages=("triton-ascend>=3.4",))
+_NEVER_ON_AN_NPU = Suspicion(_ASCEND, "it was never run by triton-ascend", seen=False)
 _PREFERENCE = 60
 _MAX_TOKENS = KernelOption(
     "max_tokens", 0, minimum=0, description="rows from each rank to each other one; 0: as many as there are, counted"
@@ -60,8 +63,8 @@ def veomni_kernels() -> list[KernelSpec]:
             op_name="load_balancing_loss",
             variant="standard",
             factory="veomni_triton_moe.load_balancing_loss:standard",
-            hardware=_GPU,
-            suspicions=_NEVER_RUN,
+            hardware=_GPU | _ASCEND,
+            suspicions=(*_NEVER_RUN, _NEVER_ON_AN_NPU),
             description="softmax, top-k and sums in one pass per layer",
             preference=_PREFERENCE,
             can_run="veomni_triton_moe.limits:load_balancing_loss",

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from veomni_core.discovery.installed_plugins import definition_distributions
-from veomni_core.discovery.torch_overrides import PYTHON_NATIVE, changed_overrides, code_of
+from veomni_ops.torch_overrides import PYTHON_NATIVE, changed_overrides, code_of
 
 # The plan names the version of each plugin that it takes a kernel from. These compute the rest of the model, and
 # distributions that define ops prove its sites.
@@ -35,7 +35,7 @@ _FILES = ("VEOMNI_FROZEN", "VEOMNI_HUB_KERNELS")
 def rank_conditions() -> dict[str, str]:
     """This rank's versions of the packages that compute, variables that change how, and hashes of the files they name.
 
-    And which of torch's operators other code replaces (:mod:`veomni_core.discovery.torch_overrides`).
+    And which of torch's operators other code replaces (:mod:`veomni_ops.torch_overrides`).
 
     What is not installed or not set is left out.
     """

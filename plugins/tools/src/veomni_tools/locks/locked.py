@@ -12,6 +12,7 @@ from veomni_core.discovery.installed_plugins import installed_plugins
 from veomni_core.discovery.registry import PluginRecord
 from veomni_core.errors import HostError, LockMismatchError
 from veomni_core.jobs.jobfile import at_home
+from veomni_ops.own_kernels import THIS_PROCESS
 from veomni_tools.locks.lock_file import Lock, LockedDistribution, LockedPlugin, read_lock, shortened
 from veomni_tools.locks.spec_hashes import spec_hashes
 
@@ -92,6 +93,10 @@ def refuse_changed_specs(lock: Lock, records: Iterable[PluginRecord]) -> None:
     """
     changes = []
     for record in records:
+        if record.distribution == THIS_PROCESS:
+            kernels = ", ".join(map(str, record.kernels))
+            changes.append(f"{record}: the job's own code has registered {kernels}; a lock has what is installed")
+            continue
         locked = lock.distributions[record.distribution].plugins[record.name]
         if record.status == "failed" and locked.specs_sha256:
             changes.append(f"{record}: plugin {record.name} loaded then, and fails now: {record.problem}")

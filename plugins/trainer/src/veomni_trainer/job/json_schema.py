@@ -36,6 +36,8 @@ def _ops_implementation(registry: Registry) -> dict[str, Any]:
         "profile": {"description": "Measured milliseconds, by op and kernel.", "type": "object"},
         "on_change": {"description": "What follows when a bound module's settings change.", "enum": [*ON_CHANGE]},
         "training_logits": {"description": "The logits of a step with a fused loss.", "enum": [*TRAINING_LOGITS]},
+        "require": {"description": "Which kernels must be certified here.", "enum": ["nothing", "verified"]},
+        "allow_unused": {"description": "The fields whose op the model may lack.", "type": ["boolean", "array"]},
     }
     for op in sorted(registry.ops.values(), key=lambda op: op.config_field):
         name = {"enum": sorted({AUTO, EAGER, *registry.known_values(op.name)})}

@@ -81,6 +81,9 @@ def distributed_config_of(given: Any) -> Any:
     if unknown:
         known = ", ".join(DistributedConfig.__dataclass_fields__)
         raise ConfigError(f"distributed_config has no {', '.join(unknown)}; its fields are {known}")
+    written: Any = given.get("ep_plan")
+    if hasattr(written, "ep_styles"):  # a ParallelPlan
+        given = {**given, "ep_plan": written.ep_styles()}
     try:
         return DistributedConfig(**given)
     except (ValueError, TypeError) as error:
@@ -149,6 +152,8 @@ def _refuse_misfits(model: Any, layout: EngineLayout) -> None:
         if style == "grouped_gemm" and (experts := model.get_parameter(path).shape[0]) % layout.ep:
             problems.append(f"ep_size={layout.ep} does not divide the {experts} experts of {path.rpartition('.')[0]}")
             break
+    if stale := _stale_experts(model) if layout.ep > 1 else ():
+        problems.append(f"its plan divides {' and '.join(stale)}, and its experts have no such parameters")
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     if layout.tp > 1 and heads is not None:
@@ -158,3 +163,13 @@ def _refuse_misfits(model: Any, layout: EngineLayout) -> None:
             problems.append(f"tp_size={layout.tp} does not divide the {heads} key and value heads")
     if problems:
         raise ConfigError(f"distributed_config does not fit {type(model).__name__}: {'; '.join(problems)}")
+
+
+def _stale_experts(model: Any) -> list[str]:
+    """The parameters of experts in the model's own plan that the experts don't have, which the engine passes over."""
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+    found = [each for each, _ in (*model.named_modules(), *model.named_parameters())]
+    names = {*map(replace_layer_number_by_wildcard, found)}
+    divided = [path for path, style in model.ep_plan.items() if style == "grouped_gemm" and path not in names]
+    return [path for path in divided if path.rpartition(".")[0] in names]

@@ -31,6 +31,9 @@ _FROM_THE_BACK = {
 class ParallelPlan:
     """The parameters that expert and tensor parallelism divide, by their paths with ``*`` for the layers' numbers.
 
+    One that is written goes over a model's own, as ``distributed_config={"ep_size": 2, "ep_plan": plan}`` or by a
+    plugin's ``ModelSpec(parallel_plan=...)``. A path that matches nothing is refused by name.
+
     Attributes:
         extra_parallel_plan: VeOmni's name for it: ``{"ep": {path: Shard(dimension)}}``.
         tp: the same for tensor parallelism.
@@ -47,6 +50,23 @@ class ParallelPlan:
     extra_parallel_plan: Mapping[str, Mapping[str, Shard]]
     tp: Mapping[str, Shard] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def ep_styles(self) -> dict[str, str]:
+        """The plan for experts, as the engine writes it.
+
+        Raises:
+            ConfigError: it divides in another way than by experts, or another dimension than the first.
+        """
+        others = sorted({*self.extra_parallel_plan, *(["tp"] if self.tp else [])} - {"ep"})
+        experts = self.extra_parallel_plan.get("ep", {})
+        others += [f"{path}: {shard}" for path, shard in experts.items() if shard != Shard(0)]
+        if others:
+            raise ConfigError(
+                f"the engine divides experts along their first dimension, Shard(0), and takes no {others[0]}; for "
+                "tensor parallelism write tp_plan, a mapping from paths to its styles"
+            )
+        modules = (path.rpartition(".")[0] for path in experts)
+        return {**dict.fromkeys(experts, "grouped_gemm"), **dict.fromkeys(modules, "ep_dispatch_experts")}
 
     def table(self) -> str:
         """One row for each parameter and way of dividing it."""

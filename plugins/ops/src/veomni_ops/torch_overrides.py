@@ -16,7 +16,12 @@ _ORDER = "TORCH_PYTHON_NATIVE_USER_GRAPH_ORDER_FN"
 
 
 def changed_overrides() -> str:
-    """What this process has changed of torch's own choice, as phrases; empty if nothing. Doesn't import torch."""
+    """What this process has changed of torch's own choice, as phrases; empty if nothing. Doesn't import torch.
+
+    Example:
+        >>> changed_overrides()  # of a process that left torch's choice alone
+        ''
+    """
     return ", ".join(_changes(sys.modules.get("torch._native.registry")))
 
 
@@ -35,6 +40,12 @@ def _changes(registry: Any) -> Iterator[str]:
 
 
 def code_of(node: Any) -> str:
-    """The function that ``node`` of torch's registry puts in an operator's place: its module and its name."""
+    """The function that ``node`` of torch's registry puts in an operator's place: its module and its name.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> code_of(SimpleNamespace(impl_fn=len))
+        'builtins.len'
+    """
     function = getattr(node.impl_fn, "func", node.impl_fn)
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
