@@ -193,6 +193,10 @@ def test_an_attention_under_its_repository_s_name(tmp_path, listed, model):
     with bind(model, config, registry=registry) as binding:
         assert [kernel.spec.name for kernel in binding.plan.kernels] == ["acme/attention"]
         torch.testing.assert_close(model(ids, labels=ids).loss, eager)
+    more = {**ATTENTION, "features": [*ATTENTION["features"], "padding_mask"]}
+    with pytest.raises(KernelUnavailableError, match="acme/attention has not passed veomni verify"):
+        bind(model, config, registry=listed(tmp_path / "acme-attention", more, name="acme/attention"))
+    registry = listed(tmp_path / "acme-attention", ATTENTION, name="acme/attention")
     kernel = registry.resolve("attention", "standard", "acme/attention").load()
     heads = torch.zeros(1, 4, 3, 8)
     with pytest.raises(ConfigError, match="attention is not given softcap, and this call has it"):

@@ -70,8 +70,12 @@ class HubKernel:
 
     @property
     def digest(self) -> str:
-        """A hash of the variants' digests, and of what is called how: it changes with anything that may run."""
+        """A hash of the variants' digests, and of what is called how: it changes with anything that may run.
+
+        And with the features, since who adds one has it called with what no check has seen.
+        """
         what = [self.op, self.variant, self.layer, self.function, dict(self.call)]
+        what += [each for name, each in self.promises.items() if name == "features"]
         runs = [dict(self.package.variants), *what]
         return hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()
 
