@@ -9,7 +9,7 @@ mamba-ssm's sources (``mamba_ssm``, and ``einops`` where it is not installed), f
 built: its Triton kernels need no more. ``--peer-configs 2`` lets each of its kernels search among its first two
 launches alone, and compares it with float64 at one shape. ``--device cpu`` runs everything on a tiny shape, in Triton's
 interpreter (``TRITON_INTERPRET=1``), by the wall clock. ``--tune`` times our kernels alone over a grid of launches
-instead, and prints the fastest, for the table in ``veomni_triton/mamba2_scan/launch.py``; ``--only`` then names kernels.
+instead, and prints the fastest, for the table in ``veomni_triton/mamba2_scan/launch.py``; ``--only`` names kernels.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class Shape:
 
     def __str__(self) -> str:
         packed = f" of {self.sequences} packed" if self.sequences > 1 else ""
-        heads = f"{self.heads} heads of {self.widths[0]}, {self.groups} of B and C, states of {self.widths[1]}"
-        return f"{self.name}, {self.batch} x {self.tokens}{packed}, {heads}"
+        return f"{self.name}, {self.batch} x {self.tokens}{packed}"
 
 
 SHAPES = (
@@ -75,12 +74,12 @@ SHAPES = (
     Shape("Bamba", 2, 4096, 128, 1, (64, 128), sequences=12),
     Shape("Falcon-H1", 2, 4096, 32, 2, (128, 256)),
     Shape("Nemotron-H", 2, 4096, 128, 8, (64, 128), chunk=128),
-    Shape("Nemotron-H", 2, 4096, 112, 8, (80, 128), chunk=128),
+    Shape("Nemotron-H of 80", 2, 4096, 112, 8, (80, 128), chunk=128),
 )
 CHECKED = (
     Shape("Bamba", 1, 515, 8, 1, (64, 128)),
     Shape("Falcon-H1", 1, 515, 4, 2, (128, 256), sequences=3),
-    Shape("Nemotron-H", 1, 515, 8, 4, (80, 128), chunk=128, sequences=3),
+    Shape("Nemotron-H of 80", 1, 515, 8, 4, (80, 128), chunk=128, sequences=3),
 )
 TINY = Shape("tiny", 1, 40, 2, 1, (16, 16), chunk=16, sequences=2)
 

@@ -59,6 +59,8 @@ MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     # Three layers of linear attention, and one of full attention.
     "qwen3-next": lambda: Qwen3NextConfig(num_hidden_layers=4, output_router_logits=True),
     "qwen3.5": lambda: Qwen3_5TextConfig(num_hidden_layers=4),
+    "bamba": lambda: AutoConfig.for_model("bamba", num_hidden_layers=4),
+    "falcon-h1": lambda: AutoConfig.for_model("falcon_h1", num_hidden_layers=4),
     # The widths of transformers' default configs, and some of the layers.
     "smollm3": lambda: AutoConfig.for_model("smollm3", num_hidden_layers=8),
     "olmoe": lambda: AutoConfig.for_model("olmoe", num_hidden_layers=6),

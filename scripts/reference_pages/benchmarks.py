@@ -207,7 +207,10 @@ TABLES: dict[str, dict[str, Table]] = {
             (f"{_CALLED} -> ms (20 to 80 %)", f"{_GRAPH} -> as a graph"),
         ),
     },
-    "mamba2_scan": {"cpu": Table("mamba2_scan", _SHAPE, _BESIDE, "^chunked")},
+    "mamba2_scan": {
+        "gpu": Table("triton_mamba2_scan_h100", ("shape",), (f"{_CALLED} -> ms",), "^(?!.*of 80)", across="kernel"),
+        "cpu": Table("mamba2_scan", _SHAPE, _BESIDE, "^chunked.*256, float"),
+    },
     "moe_experts": {
         "gpu": Table(
             {
