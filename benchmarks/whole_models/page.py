@@ -37,10 +37,14 @@ def write(name: str, data: dict[str, Any], script: str) -> None:
 
 
 def rows(data: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """One line per batch and contender. A peak is unknown where it was measured after a graph had been captured."""
+    """One line per batch and contender; no ratios where transformers' own step ended with an error.
+
+    A peak is unknown where it was measured after a graph had been captured.
+    """
     contenders = data["contenders"]
     baseline = contenders[THEIRS]
-    for batch, theirs in baseline.get("batches", {}).items():
+    for batch in dict.fromkeys(batch for found in contenders.values() for batch in found.get("batches", {})):
+        theirs = baseline.get("batches", {}).get(batch)
         for name, found in contenders.items():
             if batch not in found.get("batches", {}):
                 continue
@@ -51,9 +55,11 @@ def rows(data: dict[str, Any]) -> Iterator[tuple[str, ...]]:
                 f"{this['ms']:.0f} ({this['low ms']:.0f} to {this['high ms']:.0f})",
                 f"{this['tokens/s']:,.0f}",
                 "-" if this["peak GB"] is None else f"{this['peak GB']:.1f}",
-                f"{theirs['ms'] / this['ms']:.2f}x",
-                "-" if this["peak GB"] is None else f"{this['peak GB'] / theirs['peak GB']:.2f}x",
-                f"{largest_difference(found['losses'], baseline['losses']):.2g}" if "losses" in found else "-",
+                f"{theirs['ms'] / this['ms']:.2f}x" if theirs else "-",
+                "-" if this["peak GB"] is None or not theirs else f"{this['peak GB'] / theirs['peak GB']:.2f}x",
+                f"{largest_difference(found['losses'], baseline['losses']):.2g}"
+                if "losses" in found and theirs
+                else "-",
             )
 
 

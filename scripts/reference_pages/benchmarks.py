@@ -208,7 +208,13 @@ TABLES: dict[str, dict[str, Table]] = {
         ),
     },
     "mamba2_scan": {
-        "gpu": Table("triton_mamba2_scan_h100", ("shape",), (f"{_CALLED} -> ms",), "^(?!.*of 80)", across="kernel"),
+        "gpu": Table(
+            {"H100": ("triton_mamba2_scan_h100",), "H100, again": ("triton_mamba2_scan_peer_h100",)},
+            ("shape",),
+            (_CALLED,),
+            "^(?!.*of 80)",
+            across="kernel",
+        ),
         "cpu": Table("mamba2_scan", _SHAPE, _BESIDE, "^chunked.*256, float"),
     },
     "moe_experts": {
@@ -292,6 +298,8 @@ TABLES: dict[str, dict[str, Table]] = {
                 "Qwen3-Next": ("train_step_qwen3_next_h200",),
                 "Qwen3-Next, beside fla": ("train_step_qwen3_next_beside_fla_h200",),
                 "Qwen3.5": ("train_step_qwen3_5_h200",),
+                "Bamba, H100": ("train_step_bamba_h100",),
+                "Falcon-H1, H100": ("train_step_falcon_h1_h100",),
             },
             ("batch",),
             _STEP,
@@ -323,6 +331,12 @@ TABLES: dict[str, dict[str, Table]] = {
             {"4 x 4096:": ("training_h200",), "8 x 4096:": ("training_large_batch_h200",)},
             ("kernels",),
             ("tokens/s", "step", "peak memory -> peak"),
+        ),
+        "shapes": Table(
+            {"": ("training_llama_8b_h100", "training_qwen3_moe_h100")},
+            ("job",),
+            ("tokens/s", "step", "TFLOP/s (MFU)", "peak memory -> peak"),
+            libraries=(*_LIGER, "flash-attn-4"),
         ),
         "trl": Table(
             "trl_steps_h200",
