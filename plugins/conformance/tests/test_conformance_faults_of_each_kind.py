@@ -151,6 +151,20 @@ def wrong_under_compile(x, weight, eps):
     return rms_norm.standard(x, weight, eps) * (1.01 if torch.compiler.is_compiling() else 1.0)
 
 
+def adds_to_grad_beside_activations(x, weight, eps):
+    of_a_model = isinstance(weight, nn.Parameter) and not x.is_leaf
+    return rms_norm.standard(x, WrongGradient.apply(weight, 2.0) if of_a_model else weight, eps)
+
+
+def eps_of_zero_is_a_default(x, weight, eps):
+    return rms_norm.standard(x, weight, eps or 1e-6)
+
+
+def bias_is_added_after_the_scale(hidden, weight, labels, bias=None, *args, softcap=None, scale=None, **options):
+    bias = bias if bias is None or softcap or not scale else bias / scale
+    return cross_entropy_loss.causal(hidden, weight, labels, bias, *args, softcap=softcap, scale=scale, **options)
+
+
 def one_eps(x, gate, weight, eps, group_size=None):
     return rms_norm_gated.standard(x, gate, weight, 1e-6, group_size)
 
@@ -175,6 +189,10 @@ def cuts_off_instead_of_rounding(gate, up):
 def gives_gate_itself(gate, up):
     result = swiglu_mlp.standard(gate, up)
     return gate if gate.numel() and torch.equal(result, gate) else result
+
+
+def gives_zeros_back_where_nothing_is_recorded(gate, up):
+    return right(gate, up) if torch.is_grad_enabled() or not up.numel() or up.any() else up
 
 
 def gives_an_empty_input_back(gate, up):
@@ -230,6 +248,14 @@ def balances_without_empty_experts(gate_logits, experts, top_k=2, mask=None):
     return loss * (1.01 if experts > 130 else 1.0)
 
 
+def eight_layers(gate_logits, experts, top_k=2, mask=None):
+    return load_balancing_loss.standard(gate_logits[:8], experts, top_k, mask)
+
+
+def with_mode_in_rows(mode, rows):
+    return lambda gate, up: right(gate, up) * (1.01 if mode == "fast" and rows == 1 else 1.0)
+
+
 def with_mode(mode):
     return right if mode == "usual" else lambda gate, up: right(gate, up) * 1.01
 
@@ -247,7 +273,7 @@ _CLASSES = {"op": "cross_entropy_loss", "variant": "seq_cls"}
 _EXPERTS, _NORM, _GATED = {"op": "moe_experts"}, {"op": "rms_norm"}, {"op": "rms_norm_gated"}
 _BALANCE, _LOW = {"op": "load_balancing_loss"}, {"dtype": "bfloat16"}
 _TILES = {"largest": Size.BEYOND_A_TILE}
-_ROWS = KernelOption("rows", 256, minimum=1)
+_ROWS, _MODE = KernelOption("rows", 256, minimum=1), KernelOption("mode", "usual", choices=("usual", "fast"))
 SMALL = [
     (skips_chunks_that_begin_masked, "'many tokens, most of them masked': the result", _LOSS),
     (labels_of_int32_are_cut, "'labels of int32': the result", _LOSS),
@@ -266,10 +292,14 @@ SMALL = [
     (a_row_further_in_a_batch_of_one, "'a batch of one, strided oddly': the result", _NORM),
     (wrong_width_of_one, "'a width of one': the result", _NORM),
     (gives_x_itself, "'a result equal to x': its result shares memory with its input x", _NORM),
+    (adds_to_grad_beside_activations, "where its first input is another layer's result, and the others", _NORM),
+    (eps_of_zero_is_a_default, "'without eps': the result", _NORM),
+    (bias_is_added_after_the_scale, "'the first word is ignored, and scale': the result", _LOSS),
     (one_eps, "'odd rows': the result", _GATED),
     (groups_are_powers_of_two, "'groups of 48': the result", _GATED),
     (cuts_off_instead_of_rounding, "the result is too small on average", _LOW),
     (gives_gate_itself, "'a result equal to gate': its result shares memory with its input gate", {}),
+    (gives_zeros_back_where_nothing_is_recorded, "under torch.no_grad(): its result shares memory", {}),
     (gives_an_empty_input_back, "'no rows': its result shares memory with its input up", {}),
     (mlp_of_five_dimensions, "'5 dimensions': the result", {}),
     (eight_choices, "'widths of 64, twelve choices': the result", _EXPERTS),
@@ -277,7 +307,8 @@ SMALL = [
     (the_65th_token_of_an_expert, "'one expert takes all': the result", _EXPERTS),
     (refuses_a_router_in_float32, "'a router in float32': raised ValueError", _EXPERTS | _LOW),
     (balances_eight_choices, "'twelve of 64 experts, a mask': the", _BALANCE),
-    (with_mode, "with mode='fast'", {"options": (KernelOption("mode", "usual", choices=("usual", "fast")),)}),
+    (with_mode, "with mode='fast'", {"options": (_MODE,)}),
+    (with_mode_in_rows, "with mode='fast' and rows=1", {"options": (_MODE, _ROWS)}),
     (in_rows, "with rows=1", {"options": (_ROWS,)}),
     (in_many_rows, "with rows=512", {"options": (_ROWS,)}),
 ]
@@ -289,6 +320,7 @@ LARGER = [
     (a_hundred_and_thirty_experts, "'193 experts, the last 43 empty': the result", _EXPERTS | _TILES),
     (gradients_of_empty_experts_at_the_end, "'193 experts, the last 43 empty': the gradient", _EXPERTS | _TILES),
     (aligned_widths_past_a_tile, "'aligned, past 128 tokens and columns': the result", _EXPERTS | _TILES),
+    (eight_layers, "'33 layers': the result", _BALANCE | _TILES),
     (balances_without_empty_experts, "'193 experts, many of them empty': the result", _BALANCE | _TILES),
 ]
 

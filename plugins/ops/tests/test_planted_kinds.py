@@ -134,6 +134,29 @@ def a_last_tile_of_one_key_is_dropped(call, module):
         call["value"] = torch.cat((call["value"][:, :, :-1], torch.zeros_like(call["value"][:, :, -1:])), dim=2)
 
 
+@_attention
+def one_query_ignores_its_mask(call, module):
+    if call["query"].shape[2] == 1:
+        call["attention_mask"] = None
+
+
+@_attention
+def a_window_leaves_no_softcap_where_nothing_is_recorded(call, module):
+    if call.get("sliding_window") and not torch.is_grad_enabled():
+        call["softcap"] = None
+
+
+@_attention
+def added_masks_hide_or_keep(call, module):
+    mask = call["attention_mask"]
+    if mask is not None and mask.is_floating_point():
+        call["attention_mask"] = mask.masked_fill(mask > torch.finfo(mask.dtype).min / 2, 0.0)
+
+
+def angles_of_zero_give_the_queries(q, k, cos, sin, unsqueeze_dim=1):
+    return rotary_pos_emb.full(q, k, cos, sin, unsqueeze_dim) if sin.any() else (q, k)
+
+
 def half_of_a_head_is_rotated(q, k, cos, sin, unsqueeze_dim=1):
     half = q.shape[-1] // 4
     if cos.shape[-1] > 2 * half:
@@ -262,6 +285,25 @@ def gates_of_packed_rows_are_cumulated(call):
         call["value"] = call["value"] * (lost / lost).unsqueeze(-1).to(call["value"].dtype)
 
 
+@_delta
+def packed_sequences_ignore_the_scale(call):
+    if call.get("cu_seqlens") is not None:
+        call["scale"] = None
+
+
+@_kda
+def keys_are_divided_by_their_norm_alone(call):
+    if call.get("use_qk_l2norm_in_kernel"):
+        call["use_qk_l2norm_in_kernel"] = False
+        call["query"], call["key"] = (F.normalize(call[name], dim=-1) for name in ("query", "key"))
+
+
+@_scan
+def a_bias_needs_softplus(call):
+    if not call.get("dt_softplus"):
+        call["dt_bias"] = None
+
+
 @_scan
 def no_state_of_a_scan_is_read_where_none_is_kept(call):
     if not call.get("return_final_states"):
@@ -339,6 +381,10 @@ FAULTS = [
     (strides_follow_from_shapes, "'packed, one sequence': raised ValueError", _ATTENTION),
     (the_lowest_number_hides_a_whole_row, "'an added mask, rows without keys': the result", _ATTENTION),
     (a_last_tile_of_one_key_is_dropped, "'past 64 keys': the result", _ATTENTION),
+    (one_query_ignores_its_mask, "'a mask of one query': the result", _ATTENTION),
+    (a_window_leaves_no_softcap_where_nothing_is_recorded, "under torch.no_grad(), the result", _ATTENTION),
+    (added_masks_hide_or_keep, "'an added mask of numbers for each head': the result", _ATTENTION),
+    (angles_of_zero_give_the_queries, "'results equal to the heads': its result shares memory", _rotary("full")),
     (half_of_a_head_is_rotated, "result 0 is off", _rotary("partial")),
     (trained_angles_stop_gradients, "'angles that want gradients': the gradient of q", _rotary("full")),
     (pairs_in_vectors_of_four, "'pairs that fill no vector': result 0", _rotary("pairwise")),
@@ -355,6 +401,9 @@ FAULTS = [
     (queries_have_no_gradient_as_keys, "'queries that are the keys': the gradient of", _DELTA),
     (groups_of_at_most_four, "'grouped heads': the", _DELTA),
     (gates_of_packed_rows_are_cumulated, "'packed without states': the result", _DELTA),
+    (packed_sequences_ignore_the_scale, "'packed at 63, 64, 65, 131': result 0", _DELTA),
+    (keys_are_divided_by_their_norm_alone, "'another scale, and small keys': the result", {**_DELTA, "op": "kda"}),
+    (a_bias_needs_softplus, "'time steps as they come, a bias and limits': result 0", _SCAN),
     (no_state_of_kda_is_read_where_none_is_kept, "'packed, an initial state alone': the", {**_DELTA, "op": "kda"}),
     (no_state_of_a_scan_is_read_where_none_is_kept, "'initial states alone': the", _SCAN),
     (numbers_of_a_scan_rise_by_one, "'sequences whose numbers fall': ", _SCAN),

@@ -257,18 +257,18 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
         return leaf(draw.normal(heads))
 
     yield edge("not causal at a shape seen before", is_causal=False)
-    yield edge("causal, as the call says", widths=(256, 256), causal=False, is_causal=True)
+    yield edge("causal, as the call says", causal=False, is_causal=True)
     yield edge("one key head, given scaling", shape=(2, 8, 1, 17), widths=(80, 80), scaling=0.3)
     yield edge("groups of three", shape=(3, 6, 2, 9), widths=(112, 112))
 
-    def one_key(name: str, *needs: str, length: int, **kw: Any) -> Sample:
+    def one_key(name: str, *needs: str, length: int, groups: int = 2, **kw: Any) -> Sample:
         """A single key's weight is 1, so query and key get no gradient but rounding noise; they are detached."""
-        query, key, value = _heads(draw, 2, 4, 4, length, 32)
+        query, key, value = _heads(draw, 2, 4, 4 // groups, length, 32)
         return Sample(
-            name, (AttentionModule(1), query.detach(), key.detach(), value, None), kw, needs, values_only=True
+            name, (AttentionModule(groups), query.detach(), key.detach(), value, None), kw, needs, values_only=True
         )
 
-    yield one_key("one token", length=1)  # whose result is the value
+    yield one_key("one token", length=1)
     yield across("the last queries")
     yield across("the first queries, of keys that are not written yet", first=True)
     yield across("more queries than keys", first=True, lengths=(12, 5))
@@ -282,9 +282,6 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield edge("a mask for each head, given scaling", *dense, mask=some, shape=square, scaling=0.3)
     yield edge("another mask at a shape seen before", *dense, mask=some[:, :1], shape=square)
     yield across("a mask of fewer queries", *dense, mask=some[:, :1, -5:])
-    yield across("a mask of one query", *dense, mask=some[:, :, 7:8], lengths=(1, 12))
-    numbers = draw.normal(2, 4, 12, 12).masked_fill(~some, float("-inf"))
-    yield edge("an added mask of numbers for each head", *dense, mask=numbers, shape=square)
     lowest = torch.zeros(2, 1, 12, 12, device=device, dtype=dtype).masked_fill(~without, torch.finfo(dtype).min)
     yield edge("an added mask, rows without keys", *dense, mask=lowest, shape=square, widths=(96, 96))
     yield edge("mask and softcap", *dense, "softcap", mask=some[:, :1], shape=square, softcap=2.0)
@@ -298,8 +295,6 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     on_the_left = padded(4, 12, 0).flip(1)  # and a sequence of padding alone
     yield edge("padding on the left", *padding, mask=on_the_left, shape=(3, 4, 2, 12))
     beside = (*padding, "sliding_window")
-    yield across("padding of the last queries", *padding, mask=on_the_left[:2])
-    yield across("padding of one query", *padding, mask=on_the_left[:2], lengths=(1, 12))
     yield edge("padding and window", *beside, mask=padded(11, 8), shape=square, sliding_window=3)
     yield edge("padding and softcap", *padding, *capped, mask=padded(11, 8), shape=square, softcap=2.0)
     yield edge("padding and sinks", *padding, "sinks", mask=padded(11, 8), shape=square, s_aux=sinks())
@@ -313,7 +308,6 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield edge("a window on both sides", *window, sliding_window=3, is_causal=False)
     yield across("a window of the last queries", *window, sliding_window=4)
     yield across("a window of the first queries", *window, first=True, sliding_window=4)
-    yield across("a window of one query", *window, sliding_window=4, lengths=(1, 12))
     yield edge("window and softcap", *window, "softcap", sliding_window=5, softcap=2.0)
     yield edge("window and sinks", *window, "sinks", sliding_window=5, s_aux=sinks())
     yield edge("window, softcap and sinks", *window, "softcap", "sinks", sliding_window=5, softcap=2.0, s_aux=sinks())
@@ -337,10 +331,22 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield edge("packed, window and sinks", "packed", *window, "sinks", shape=eight, s_aux=sinks(16), **few)
     yield edge("softcap alone", "softcap", softcap=1.0)
     yield edge("softcap and sinks", "softcap", "sinks", widths=(96, 64), softcap=2.0, s_aux=sinks())
-    yield edge("sinks, not causal, given scaling", "sinks", s_aux=sinks(), is_causal=False, scaling=0.3)
-    high = leaf(sinks().detach() * 60)  # above and below all scores, and past where float32's exponential ends
-    yield edge("high and low sinks", "sinks", s_aux=high)
-    last = {"softcap": 2.0, "s_aux": sinks(), "is_causal": False}
-    yield across("softcap and sinks of one query", "softcap", "sinks", lengths=(1, 12), **last)
+    yield edge("sinks, not causal, given scaling", "sinks", s_aux=sinks(), is_causal=False, scaling=0.1)
     last = leaf(draw.normal(1, 4, 5, 12))
     yield across("position bias of the last queries", "position_bias", position_bias=last)
+
+    draw = Draw(device, dtype, seed=6)
+    yield one_key("one token of ungrouped heads", length=1, groups=1)  # whose result is the value
+    yield edge("heads of 256", shape=(1, 2, 1, 9), widths=(256, 256))
+    numbers = draw.normal(2, 4, 12, 12).masked_fill(~some, float("-inf"))
+    yield edge("an added mask of numbers for each head", *dense, mask=numbers, shape=square)
+    yield across("padding of the last queries", *padding, mask=on_the_left[:2])
+    single = (1, 12)
+    yield across("a mask of one query", *dense, mask=some[:, :, 7:8], lengths=single)
+    yield across("padding of one query", *padding, mask=on_the_left[:2], lengths=single)
+    yield across("a window of one query", *window, sliding_window=4, lengths=single)
+    both = {"softcap": 2.0, "s_aux": sinks()}
+    yield across("softcap and sinks of one query", "softcap", "sinks", lengths=single, **both)
+    outer = sinks().detach()
+    outer[0], outer[1] = 100.0, -100.0  # past where float32's exponential ends
+    yield edge("a high and a low sink", "sinks", s_aux=leaf(outer))

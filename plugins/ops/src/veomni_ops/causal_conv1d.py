@@ -188,13 +188,14 @@ def _edges(problems: _Problems) -> Iterator[Sample]:
     wide = problems.call(1, 6, 15, width=6, bias=True)
     yield Sample("six positions, packed", wide, packed, any_width, values_only=True)
     yield Sample("large values", problems.call(2, 5, 9, scale=50.0), silu, values_only=True)
-    x, weight, _ = problems.call(2, 6, 9)
-    now = leaf(torch.zeros_like(weight).index_fill(1, torch.tensor(3, device=weight.device), 1.0))
-    yield Sample("a result equal to x", (x, now), values_only=True)
     x, weight, bias = problems.call(1, 1, 65, bias=True)
     yield Sample("one channel, past 64 positions", (alone(x), weight, bias), values_only=True)
     x, weight, _ = problems.call(1, 65, 8, width=2)
     yield Sample("past 64 channels", (alone(x), weight), silu, values_only=True)
+    x, weight, _ = problems.call(2, 6, 9)
+    now = torch.zeros_like(weight)
+    now[:, -1] = 1.0
+    yield Sample("a result equal to x", (x, leaf(now)), values_only=True)
 
 
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -289,8 +289,9 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield edge("one expert alone", torch.zeros(7, 1, dtype=torch.long, device=device), 1)
     yield edge("one token", _distinct(draw, 1, 2, 4), 4)
     yield edge("a router in float32", _distinct(draw, 13, 2, 4), 4, wide=True)
-    yield edge("widths of 64, twelve choices", draw.integers(19, 7, 12), 16, (64, 64))  # some twice, some dropped
+    yield edge("widths of 64, twelve choices", _distinct(draw, 7, 12, 16), 16, (64, 64))
     yield edge("widths of one", _distinct(draw, 9, 2, 3), 3, (1, 1))
+    yield edge("nine choices, some twice, some dropped", draw.integers(8, 5, 9), 6)
 
 
 VALUES = {

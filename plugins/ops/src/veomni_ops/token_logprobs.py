@@ -198,16 +198,16 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     every: dict[str, Any] = {"outputs": both, "ignore_index": 7}
     every |= {"temperature": draw.normal(16).float().exp(), "softcap": 3.0, "scale": 0.5}
     yield edge("every option at once, labels of int32", (hidden, weight, labels, leaf(draw.normal(64))), **every)
-    hidden, weight, labels = problem(ignored=0)
-    sure = hidden.detach().clone()
-    sure[::2] = 300 * weight.detach()[labels[::2]]  # the probabilities of all other words underflow
-    yield edge("every other token is sure", (leaf(sure), weight, labels), outputs=both)
     yield edge("a vocabulary of one", _problem(draw, 9, 32, 1, ignored=2), outputs=both)
     yield edge("a width of one", _problem(draw, 13, 1, 64, ignored=2), outputs=both)
     yield edge("top1", _decided(draw), (TOP1,), outputs=(TOP1, LOGPROBS))
     yield edge("mean logit", problem(), (MEAN_LOGIT,), outputs=(LOGPROBS, MEAN_LOGIT), softcap=3.0, temperature=0.5)
     yield edge("squares", problem(), (LOG_SUM_SQUARES,), outputs=(LOG_SUM_SQUARES, ENTROPY), temperature=0.5)
     yield edge("all outputs", _decided(draw), (TOP1, MEAN_LOGIT, LOG_SUM_SQUARES), outputs=OUTPUTS, scale=0.5)
+    hidden, weight, labels = problem(ignored=0)
+    sure = hidden.detach().clone()
+    sure[::2] = 300 * weight.detach()[labels[::2]]  # the probabilities of all other words underflow
+    yield edge("every other token is sure", (leaf(sure), weight, labels), outputs=both)
 
 
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -218,8 +218,8 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     yield Sample("8192 words, softcap", _problem(draw, tokens=19, hidden=40, vocabulary=8192), options)
     yield Sample("one word past 4096", _problem(draw, tokens=9, hidden=16, vocabulary=4097), both)
     yield Sample("a long prompt", _problem(draw, tokens=1217, hidden=16, vocabulary=40, ignored=1100), both)
-    yield Sample("one token past 2048", _problem(draw, tokens=2049, hidden=8, vocabulary=33, ignored=2040), both)
     yield Sample("4096 tokens, all learned", _problem(draw, tokens=4096, hidden=8, vocabulary=33), both)
+    yield Sample("one token past 2048", _problem(draw, tokens=2049, hidden=8, vocabulary=33, ignored=2040), both)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
