@@ -100,7 +100,7 @@ PLANTED = [
      "exclude_from_output: transformers.models.qwen2_5_omni.modeling_qwen2_5_omni has no class or function "
      "Qwen2_5OmniToken2WavModel. Did you mean", "has changed since"),
     ("qwen3_5_moe", r"\bQwen3_5MoeRMSNormGated\b", "Qwen3_5MoeGatedNorm",
-     "has no class Qwen3_5MoeRMSNormGated. Did you mean", "- def forward(self, hidden_states: torch.Tensor, gate"),
+     "has no class Qwen3_5MoeRMSNormGated. Did you mean", "- variance = hidden_states.pow(2).mean(-1, keepdim=True)"),
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from veomni_core.errors import ConfigError, HostError
+from veomni_patchgen import PatchError
 from veomni_patchgen.cli import patchgen
 from veomni_transformers.generated_modeling import load_generated
 
@@ -128,6 +129,25 @@ def test_a_field_that_upstream_begins_to_pass_is_named_with_its_line(planted, fi
     said = check(capsys)
     assert "DenseModel.forward: upstream passes router_logits to DenseOutput, and the patch does not" in said
     assert "moved under override_method DenseModel.forward" in said and "cache=k, router_logits=q)" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("from planted.modeling_dense import rotate_half", r"cannot import name .* Did you mean 'rotate_by_half'"),
+        ("import a_library_that_is_not_here", "No module named 'a_library_that_is_not_here'. Install it, or leave it"),
+    ],
+)
+def test_patches_that_import_what_is_not_there_are_named_and_others_are_checked(planted, file, capsys, line, words):
+    (planted.folder / "importing.py").write_text(f"{line}\n{(planted.folder / 'patches.py').read_text()}")
+    planted.change("rotate_half", "rotate_by_half")
+    with pytest.raises(PatchError, match=f"importing.py can't be imported: {words}"):
+        patchgen(["importing.py"])
+    capsys.readouterr()
+    with pytest.raises(typer.Exit):
+        patchgen(all_patches=True, check=True)
+    said = capsys.readouterr().out
+    assert "importing.py can't be imported" in said and "planted.modeling_dense has changed" in said
 
 
 def test_all_that_is_gone_is_said_at_once(planted, file, capsys):

@@ -45,10 +45,16 @@ def patchgen(
     named = list(patches or ([] if not (all_patches or list_only) else ["."]))
     if not named:
         raise ConfigError("name a file or a module of patches, or write --all")
-    found = [
-        (name, config) for each in named for name in _files(each) for config in configs_in(load_patches(name)).values()
-    ]
-    if not found:
+    found, failed = list[tuple[str, PatchConfig]](), False
+    for name in (name for each in named for name in _files(each)):
+        try:
+            found += [(name, config) for config in configs_in(load_patches(name)).values()]
+        except PatchError as error:
+            if not check:
+                raise
+            print(fit(str(error)))
+            failed = True
+    if not found and not failed:
         raise ConfigError(f"there is no PatchConfig in {', '.join(named)}")
     if list_only:
         rows = [
@@ -56,7 +62,6 @@ def patchgen(
         ]
         print(render_table(("patches in", "of", "written to", "patches"), rows))
         return
-    failed = False
     for name, config in found:
         folder = output or _beside(name)
         try:

@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,10 +15,12 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from veomni_core.errors import ConfigError
+from veomni_core.errors import ConfigError, did_you_mean
 from veomni_patchgen.config import PatchConfig
 from veomni_patchgen.errors import PatchError
-from veomni_patchgen.source import Source
+from veomni_patchgen.source import Source, read_source
+
+_NOT_THERE = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
 
 
 def load_patches(name: str) -> ModuleType:
@@ -25,7 +28,17 @@ def load_patches(name: str) -> ModuleType:
 
     Raises:
         ConfigError: there is no such module.
+        PatchError: it imports what is not there, such as a name that upstream no longer has.
     """
+    try:
+        return _imported(name)
+    except ImportError as error:
+        match = _NOT_THERE.match(str(error))
+        nearest = did_you_mean(match[1], read_source(match[2]).statements) if match else "Install it, or leave it out"
+        raise PatchError(f"{name} can't be imported: {error}. {nearest}") from error
+
+
+def _imported(name: str) -> ModuleType:
     path = Path(name)
     if path.suffix != ".py":
         sys.path.insert(0, "")
