@@ -153,7 +153,7 @@ class Answerer:
     def _encoded(self, prompt: str | Messages, images: Sequence[str]) -> Mapping[str, Any]:
         """What the model takes: ``input_ids`` and ``attention_mask`` ``[1, tokens]``, and what belongs to images."""
         if images:
-            return self._with_images(prompt, images)
+            return self._in_parts(prompt, images)
         if isinstance(prompt, str):
             ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -161,13 +161,18 @@ class Answerer:
             raise ConfigError(
                 f"{self.folder}: its tokenizer has no chat template; continue a text with veomni generate"
             )
+        turns = [dict(turn) for turn in prompt]
+        text = str(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+        if self._processor is not None and turns[-1]["content"] not in text:  # of a template that takes parts alone
+            return self._in_parts(prompt, images)
         options: dict[str, Any] = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        rendered: Any = self.tokenizer.apply_chat_template([dict(turn) for turn in prompt], **options)
+        rendered: Any = self.tokenizer.apply_chat_template(turns, **options)
         return {name: rendered[name] for name in ("input_ids", "attention_mask")}
 
-    def _with_images(self, prompt: str | Messages, images: Sequence[str]) -> Mapping[str, Any]:
+    def _in_parts(self, prompt: str | Messages, images: Sequence[str]) -> Mapping[str, Any]:
+        """The same by the processor, which takes turns as lists of parts, and images."""
         processor = self._processor
-        if not self._takes_images:
+        if images and not self._takes_images:
             raise ConfigError(f"--image: the model in {self.folder} takes no images; leave it out")
         if processor is None:
             raise ConfigError(
