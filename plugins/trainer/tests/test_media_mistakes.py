@@ -151,6 +151,22 @@ def test_a_model_of_text_refuses_pictures(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "where"), [("images", "line 1: column 'images' is not empty"), ("seen", "has 'seen'")]
+)
+def test_a_method_on_rows_says_that_it_learns_text_alone(
+    name: str, where: str, job_data: dict[str, Any], train: Train, pictures: Path, llava: Path
+) -> None:
+    row = {"prompt": "<image> What is it?", "chosen": "red", "rejected": "blue", name: ["red.png"]}
+    columns = {each: each for each in ("prompt", "chosen", "rejected")} | {"images": name}
+    job_on([row, row], job_data, pictures, llava, columns=columns if name == "seen" else None)
+    with pytest.raises(
+        JobFileError, match=rf"{where}, and train\.method: dpo learns text alone; pretrain and sft take"
+    ):
+        train(job_data, "train.method=dpo")
+
+
+@pytest.mark.thorough
 def test_cmyk_and_bytes_are_read(job_data: dict[str, Any], train: Train, pictures: Path, llava: Path) -> None:
     job_on([GOOD, chat("<image>", images=["cmyk.jpg"]), part(path="red.png")], job_data, pictures, llava)
     train(job_data)
