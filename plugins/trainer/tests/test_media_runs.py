@@ -19,7 +19,7 @@ from test_answering import answer, veomni
 from test_equals_transformers_on_media import wave
 from test_media_mistakes import GOOD, chat, job_on, part
 from tiny_configs import LLAMA
-from tiny_processors import COLOURS, media_folder, picture
+from tiny_processors import COLOURS, media_folder, needs_torchvision, picture
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from veomni_core.errors import ConfigError, JobFileError
@@ -204,3 +204,25 @@ def test_a_sound_is_answered_about_and_refused_by_a_model_of_pictures(learned: P
     assert answer("chat", folder, *words)["text"] == said
     error = veomni("chat", learned, *words).exception
     assert isinstance(error, ConfigError) and "--audio: the model in" in str(error) and "takes no audio" in str(error)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model_type", [needs_torchvision("qwen3_vl"), needs_torchvision("qwen2_5_vl")])
+def test_videos_are_learned_and_answered_about(
+    job_data: dict[str, Any], train: Train, run: Path, tmp_path: Path, model_type: str
+) -> None:
+    av = pytest.importorskip("av")
+    for colour in ("red", "blue"):
+        with av.open(str(tmp_path / f"{colour}.mp4"), "w") as film:
+            stream = film.add_stream("mpeg4", rate=4)
+            stream.width = stream.height = 32
+            stream.pix_fmt = "yuv420p"
+            frame = av.VideoFrame.from_image(picture(colour, 32))
+            film.mux([packet for each in [*[frame] * 8, None] for packet in stream.encode(each)])
+    rows = [chat("<video>What is it?", colour, videos=[f"{colour}.mp4"]) for colour in ("red", "blue")]
+    job_on(rows, job_data, tmp_path, media_folder(model_type, tmp_path / "base"))
+    job_data["train"] |= {"steps": 90, "learning_rate": 5e-3, "export": True, "save_every": 90}
+    train(job_data)
+    for colour in ("red", "blue"):
+        words = ("--prompt", "What is it?", "--video", tmp_path / f"{colour}.mp4", "--max-new-tokens", 8)
+        assert answer("chat", run / "model", *words)["text"] == colour
