@@ -9,6 +9,7 @@ from typing import Any
 
 import PIL.Image
 import pytest
+from test_decoded_images import bomb, half_a_jpeg
 from tiny_processors import media_folder, picture
 
 from veomni_core.errors import ConfigError, JobFileError
@@ -32,6 +33,9 @@ def pictures(tmp_path: Path) -> Path:
     frames = [picture(colour, 16) for colour in ("red", "blue")]
     frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
     PIL.Image.new("CMYK", (16, 16)).save(tmp_path / "cmyk.jpg")
+    (tmp_path / "bomb.png").write_bytes(bomb())
+    (tmp_path / "half.jpg").write_bytes(half_a_jpeg())
+    (tmp_path / "drawing.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
     return tmp_path
 
 
@@ -66,6 +70,27 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a part of no file": (part(path="blue.png"), "'blue.png' .*is not there"),
     "a part beside an empty column": (part(), "1 places for images, and its column holds 0"),
     "audio for a model of pictures": (chat("<audio>", audios=["red.png"]), "takes: image"),
+    "a video for a model of pictures": (chat("<video>", videos=["red.png"]), "there is video .* takes: image"),
+    "a decompression bomb": (chat("<image>", images=["bomb.png"]), "bomb.png has more than .* decompression bomb"),
+    "half a photo": (chat("<image>", images=["half.jpg"]), "half.jpg is broken: image file is truncated"),
+    "a drawing": (chat("<image>", images=["drawing.svg"]), "drawing.svg is no image that Pillow knows"),
+    "an answer with a placeholder": (chat("<image>", "<image>", images=["red.png"]), "has 2 of '<image>' for 1 images"),
+    "a list in a list": (chat("<image>", images=[["red.png"]]), "must be a path, bytes"),
+    "nothing in a list": (chat("<image>", images=[None]), "must be a path, bytes"),
+    "an empty path": (chat("<image>", images=[" "]), "must be a path, bytes"),
+    "a mapping without a path": (chat("<image>", images={"name": "red.png"}), "must be a path, bytes"),
+    "a list that is cut off": (chat("<image>", images='["red.png"'), r"'\[\"red.png\"' is not there"),
+    "a file's address": (chat("<image>", images=["file://blue.png"]), "'file://blue.png' is not there"),
+    "two columns of a kind": (
+        chat("<image>", images=["red.png"], image="red.png"),
+        "'image' is not empty, .* one column",
+    ),
+    "a part of no kind": (
+        {"messages": [{"role": "user", "content": [{"type": "sketch"}]}, {"role": "assistant", "content": "red"}]},
+        "turn 1 has a part of type 'sketch'; known are",
+    ),
+    "a part that is a number": (part(path=3), "must be a path, bytes"),
+    "a part that is text": (part(url="data:image/png;base64,aGVsbG8="), "an image of 5 bytes is no image"),
 }
 
 
@@ -123,6 +148,22 @@ def test_a_model_of_text_refuses_pictures(
     (pictures / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises((JobFileError, ConfigError), match="image"):
         train(job_data)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "where"), [("images", "line 1: column 'images' is not empty"), ("seen", "has 'seen'")]
+)
+def test_a_method_on_rows_says_that_it_learns_text_alone(
+    name: str, where: str, job_data: dict[str, Any], train: Train, pictures: Path, llava: Path
+) -> None:
+    row = {"prompt": "<image> What is it?", "chosen": "red", "rejected": "blue", name: ["red.png"]}
+    columns = {each: each for each in ("prompt", "chosen", "rejected")} | {"images": name}
+    job_on([row, row], job_data, pictures, llava, columns=columns if name == "seen" else None)
+    with pytest.raises(
+        JobFileError, match=rf"{where}, and train\.method: dpo learns text alone; pretrain and sft take"
+    ):
+        train(job_data, "train.method=dpo")
 
 
 @pytest.mark.thorough

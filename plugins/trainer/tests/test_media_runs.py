@@ -16,9 +16,10 @@ import pytest
 import torch
 import yaml
 from test_answering import answer, veomni
+from test_equals_transformers_on_media import wave
 from test_media_mistakes import GOOD, chat, job_on, part
 from tiny_configs import LLAMA
-from tiny_processors import COLOURS, media_folder, picture
+from tiny_processors import COLOURS, media_folder, needs_torchvision, picture
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from veomni_core.errors import ConfigError, JobFileError
@@ -26,6 +27,7 @@ from veomni_trainer.job.load import load_job
 from veomni_trainer.job.media_keys import PROCESSOR_FILES
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.run.run_job import run_job
+from veomni_transformers.build import load_as_trained
 
 Train = Callable[..., bool]
 Losses = Callable[[Path], list[tuple[int, float]]]
@@ -168,8 +170,8 @@ def test_an_image_that_no_one_can_answer_about_is_refused(learned: Path, pretrai
     for name in PROCESSOR_FILES:
         (blind / name).unlink(missing_ok=True)
     for folder, prompt, picture_at, words in (
-        (pretrained / "llama", "hi", image, "llama takes no images; leave it out"),
-        (blind, "hi", image, "has no processor of images (processor_config.json"),
+        (pretrained / "llama", "hi", image, "llama takes no image; leave it out"),
+        (blind, "hi", image, "has no processor of media (processor_config.json"),
         (learned, "hi", tmp_path / "none.png", "none.png' is not there"),
         (learned, "<image><image>", image, "2 places for images"),
     ):
@@ -184,3 +186,43 @@ def test_the_report_shows_the_first_pictures_with_their_text(learned: Path) -> N
     assert [words for _, words in shown] == [f"What is it? | {colour}" for colour in COLOURS]
     for (data, _), colour in zip(shown, COLOURS, strict=True):
         assert PIL.Image.open(io.BytesIO(base64.b64decode(data))).tobytes() == picture(colour).tobytes()
+
+
+@pytest.mark.thorough
+def test_a_sound_is_answered_about_and_refused_by_a_model_of_pictures(learned: Path, tmp_path: Path) -> None:
+    import soundfile
+
+    sound, folder = tmp_path / "tone.wav", media_folder("qwen2_audio", tmp_path / "model")
+    soundfile.write(sound, wave(400.0, 0.8), 16_000, subtype="PCM_16")
+    model, processor = load_as_trained(folder).eval(), AutoProcessor.from_pretrained(folder)
+    chat = [{"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "What is it?"}]}]
+    text = processor.apply_chat_template(chat, add_generation_prompt=True)
+    given = processor(text=[text], audio=[soundfile.read(sound)[0]], sampling_rate=16_000, return_tensors="pt")
+    found = model.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=2, pad_token_id=2)
+    said = processor.decode(found[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+    words = ("--prompt", "What is it?", "--audio", sound, "--max-new-tokens", 8)
+    assert answer("chat", folder, *words)["text"] == said
+    error = veomni("chat", learned, *words).exception
+    assert isinstance(error, ConfigError) and "--audio: the model in" in str(error) and "takes no audio" in str(error)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model_type", [needs_torchvision("qwen3_vl"), needs_torchvision("qwen2_5_vl")])
+def test_videos_are_learned_and_answered_about(
+    job_data: dict[str, Any], train: Train, run: Path, tmp_path: Path, model_type: str
+) -> None:
+    av = pytest.importorskip("av")
+    for colour in ("red", "blue"):
+        with av.open(str(tmp_path / f"{colour}.mp4"), "w") as film:
+            stream = film.add_stream("mpeg4", rate=4)
+            stream.width = stream.height = 32
+            stream.pix_fmt = "yuv420p"
+            frame = av.VideoFrame.from_image(picture(colour, 32))
+            film.mux([packet for each in [*[frame] * 8, None] for packet in stream.encode(each)])
+    rows = [chat("<video>What is it?", colour, videos=[f"{colour}.mp4"]) for colour in ("red", "blue")]
+    job_on(rows, job_data, tmp_path, media_folder(model_type, tmp_path / "base"))
+    job_data["train"] |= {"steps": 90, "learning_rate": 5e-3, "export": True, "save_every": 90}
+    train(job_data)
+    for colour in ("red", "blue"):
+        words = ("--prompt", "What is it?", "--video", tmp_path / f"{colour}.mp4", "--max-new-tokens", 8)
+        assert answer("chat", run / "model", *words)["text"] == colour

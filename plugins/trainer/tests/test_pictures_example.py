@@ -72,3 +72,5 @@ def test_pictures_are_learned_through_a_kill_adapted_merged_and_asked_about(here
             assert answer("chat", folder, "--prompt", question, *image)["text"] == said
             text = f"<|user|><image>{question}<|assistant|>"
             assert answer("generate", folder, "--prompt", text, *image)["text"] == said
+        asked, blind = answer("chat", folder, "--prompt", question), text.replace("<image>", "")
+        assert asked["text"] == answer("generate", folder, "--prompt", blind)["text"]

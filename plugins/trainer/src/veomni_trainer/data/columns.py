@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from veomni_trainer.data.messages import ONLY_TEXT
 from veomni_trainer.data.reading import BadLine, Unreadable
 from veomni_trainer.data.tables import LIST, TEXT, TURNS, Row
 from veomni_trainer.job.source_keys import Columns
@@ -100,6 +99,12 @@ def with_media(columns: Columns, there: Collection[str]) -> Columns:
     return columns.model_copy(update=found) if found else columns
 
 
+def refuse_media(columns: Columns, no_media: str) -> None:
+    """Raise Unreadable if the job names a column of images, videos or audio, which are not read for this reason."""
+    for name in columns.media.values():
+        raise Unreadable(f"has {name!r}, and {no_media}")
+
+
 def names_of(columns: Columns) -> list[str]:
     """The names of the columns that are read."""
     return [name for name in columns.model_dump().values() if name is not None]
@@ -112,7 +117,7 @@ def unread_that_matter(columns: Columns, there: Iterable[str]) -> list[str]:
     return [name for name in (*_NOT_TEXT, *beside) if name in there and name not in read]
 
 
-def check_unread(row: Row, columns: Columns, no_media: str = ONLY_TEXT) -> None:
+def check_unread(row: Row, columns: Columns, no_media: str) -> None:
     """Raise BadLine if ``row`` means something else without a value beside the ``columns`` that are read.
 
     ``no_media`` says why images, video and audio are not read.

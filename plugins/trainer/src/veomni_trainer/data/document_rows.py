@@ -16,6 +16,7 @@ from veomni_trainer.data.columns import (
     describe,
     find_columns,
     names_of,
+    refuse_media,
     unread_that_matter,
     with_media,
 )
@@ -56,8 +57,8 @@ class DocumentRows:
             found = written or find_columns(there, may_have_more=not has_schema)
             if not self._tokenizer.no_media:
                 found = with_media(found, there)
-            elif found.media:
-                raise Unreadable(f"has {next(iter(found.media.values()))!r}, and {self._tokenizer.no_media}")
+            else:
+                refuse_media(found, self._tokenizer.no_media)
             self._columns, self._is_media = found, any(name in there for name in found.media.values())
             self._read = self._reader(self._columns)
             self._reading.unused = [name for name in there if name not in names_of(self._columns)]
@@ -74,7 +75,10 @@ class DocumentRows:
         """
         if self._read is None or self._columns is None:
             raise BadLine("an object without columns")
-        no_media = self._tokenizer.no_media or "only chats have places for it; name messages, or prompt and completion"
+        no_media = (
+            self._tokenizer.no_media
+            or "only chats have places for it, and for one column of a kind; name it in data.columns"
+        )
         columns = self._columns if self._tokenizer.no_media else with_media(self._columns, row)
         check_unread(row, columns, no_media)
         return self._read(row, number)

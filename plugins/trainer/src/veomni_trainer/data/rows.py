@@ -13,7 +13,14 @@ from pyarrow import ArrowInvalid, ArrowTypeError
 from transformers import PreTrainedTokenizerBase
 
 from veomni_core.errors import JobFileError
-from veomni_trainer.data.columns import check_columns, check_unread, find_columns_of, names_of, unread_that_matter
+from veomni_trainer.data.columns import (
+    check_columns,
+    check_unread,
+    find_columns_of,
+    names_of,
+    refuse_media,
+    unread_that_matter,
+)
 from veomni_trainer.data.corpus import Corpus, ReadSource
 from veomni_trainer.data.documents import Example
 from veomni_trainer.data.labels import read_class, read_verdict
@@ -135,6 +142,7 @@ class _MethodRows:
         self._wanted, self.needs = train.columns, ", ".join(train.columns)
         self._classifies, self._draws = train.method == "classify", train.columns == PROMPTS
         self._columns: Columns | None = None
+        self._no_media = f"train.method: {train.method} learns text alone; pretrain and sft take media"
 
     def begin(self, there: Mapping[str, str], has_schema: bool, path: Path) -> list[str]:
         if self._classifies:
@@ -144,10 +152,11 @@ class _MethodRows:
         else:
             written = self._source.columns
             found = self._columns or written or find_columns_of(self._wanted, there, not has_schema)
+            refuse_media(found, self._no_media)
             self._columns, used = found, names_of(found)
             if has_schema:
                 check_columns(names_of(written or found.model_copy(update={"tools": None})), there)
-            self._prompts = PromptReader(found, self._source.prompt_format, self._has_template)
+            self._prompts = PromptReader(found, self._source.prompt_format, self._has_template, self._no_media)
         self._reading.columns = (
             self._reading.columns or f"columns {', '.join(repr(name) for name in used if name in there)}"
         )
@@ -158,7 +167,7 @@ class _MethodRows:
 
     def read(self, row: Row, number: int) -> dict[str, Any]:
         assert self._columns is not None
-        check_unread(row, self._columns)
+        check_unread(row, self._columns, self._no_media)
         tools: list[dict[str, Any]] | None = None
         read: dict[str, Any]
         if self._classifies:

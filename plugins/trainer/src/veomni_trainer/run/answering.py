@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from veomni_transformers.towers.parts import media_kinds
 
 _JOB = "job.yaml"
 Messages = Sequence[Mapping[str, str]]
+Media = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Answerer:
             self._model = base = load_as_trained(self.folder, trust_remote_code)
         if not base.can_generate():
             raise ConfigError(f"{self.folder} holds a {type(base).__name__}, which scores texts and writes none")
-        self._takes_images = "image" in media_kinds(base)
+        self._kinds = media_kinds(base)
         self.device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         self._model.to(self.device or "cpu").eval()
         written = {"preset": "eager"} if eager else (self._job.get("model") or {}).get("ops_implementation")
@@ -117,7 +119,7 @@ class Answerer:
         most: int,
         temperature: float,
         streams: bool = False,
-        images: Sequence[str] = (),
+        media: Media = MappingProxyType({}),
     ) -> Answer:
         """The model's continuation of a text, or its answer to messages; printed token by token where it ``streams``.
 
@@ -125,13 +127,14 @@ class Answerer:
             prompt: a text, or the turns of a chat.
             most: the most tokens.
             temperature: what logits are divided by; 0 takes the most likely token each time.
-            images: paths or addresses; each takes the place of an ``<image>``, or they come before the text.
+            media: paths or addresses by kind; each takes the place of a word such as ``<image>``, or they come before
+                the text.
 
         Raises:
             ConfigError: turns are given, and the tokenizer has no chat template; the prompt has no token; or the model
-                takes no images, or not these.
+                takes no such media, or not these.
         """
-        given = {name: each.to(self._model.device) for name, each in self._encoded(prompt, images).items()}
+        given = {name: each.to(self._model.device) for name, each in self._encoded(prompt, media).items()}
         ids = given["input_ids"]
         if not ids.numel():
             raise ConfigError("--prompt is empty, and the tokenizer puts nothing before a text; write a prompt")
@@ -150,10 +153,10 @@ class Answerer:
         ended = bool(new) and new[-1] in self.ends
         return Answer(str(self.tokenizer.decode(new, skip_special_tokens=True)), len(new), ended)
 
-    def _encoded(self, prompt: str | Messages, images: Sequence[str]) -> Mapping[str, Any]:
-        """What the model takes: ``input_ids`` and ``attention_mask`` ``[1, tokens]``, and what belongs to images."""
-        if images:
-            return self._with_images(prompt, images)
+    def _encoded(self, prompt: str | Messages, media: Media) -> Mapping[str, Any]:
+        """What the model takes: ``input_ids`` and ``attention_mask`` ``[1, tokens]``, and what belongs to media."""
+        if any(media.values()):
+            return self._in_parts(prompt, media)
         if isinstance(prompt, str):
             ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -161,34 +164,38 @@ class Answerer:
             raise ConfigError(
                 f"{self.folder}: its tokenizer has no chat template; continue a text with veomni generate"
             )
+        turns = [dict(turn) for turn in prompt]
+        text = str(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+        if self._processor is not None and turns[-1]["content"] not in text:  # of a template that takes parts alone
+            return self._in_parts(prompt, media)
         options: dict[str, Any] = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        rendered: Any = self.tokenizer.apply_chat_template([dict(turn) for turn in prompt], **options)
+        rendered: Any = self.tokenizer.apply_chat_template(turns, **options)
         return {name: rendered[name] for name in ("input_ids", "attention_mask")}
 
-    def _with_images(self, prompt: str | Messages, images: Sequence[str]) -> Mapping[str, Any]:
-        processor = self._processor
-        if not self._takes_images:
-            raise ConfigError(f"--image: the model in {self.folder} takes no images; leave it out")
+    def _in_parts(self, prompt: str | Messages, media: Media) -> Mapping[str, Any]:
+        """The same by the processor, which takes turns as lists of parts, and media."""
+        processor, given = self._processor, [kind for kind, paths in media.items() if paths]
+        if missing := [kind for kind in given if kind not in self._kinds]:
+            raise ConfigError(f"--{missing[0]}: the model in {self.folder} takes no {missing[0]}; leave it out")
         if processor is None:
             raise ConfigError(
-                f"--image: {self.folder} has no processor of images ({', '.join(PROCESSOR_FILES)}); copy that of its "
-                "weights there"
+                f"--{given[0]}: {self.folder} has no processor of media ({', '.join(PROCESSOR_FILES)}); copy that of "
+                "its weights there"
             )
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            beside = [medium_of(each, "image", Path.cwd(), fetches=True) for each in images]
-            placed, media = Placing(Placeholders(), True).placed(
-                [Message(each) for each in turns], {"image": beside}, Path()
-            )
+            beside = {kind: [medium_of(each, kind, Path.cwd(), fetches=True) for each in media[kind]] for kind in given}
+            placed, found = Placing(Placeholders(), True).placed([Message(each) for each in turns], beside, Path())
             if isinstance(prompt, str):
-                text = "".join(part.get("text", processor.token_of("image")) for part in placed[0]["content"])
+                parts = placed[0]["content"]
+                text = "".join(part.get("text", processor.token_of(part["type"])) for part in parts)
             else:
                 text = processor.apply_chat_template(placed, add_generation_prompt=True)
-            decoded = [(each.kind, decode(each)) for each in media]
-            found: Mapping[str, Any] = processor.inputs([text], [decoded], return_tensors="pt")
+            decoded = [(each.kind, decode(each, processor.sampling_rate)) for each in found]
+            inputs: Mapping[str, Any] = processor.inputs([text], [decoded], return_tensors="pt")
         except BadMedia as problem:
-            raise ConfigError(f"--image: {problem}") from None
-        return found
+            raise ConfigError(f"--{', --'.join(given)}: {problem}") from None
+        return inputs
 
 
 def _weights_in(source: Path) -> Path:

@@ -19,10 +19,10 @@ Most = Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tok
 Temperature = Annotated[
     float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token; above, tokens are drawn.")
 ]
-Images = Annotated[
-    list[str] | None,
-    typer.Option("--image", metavar="PATH", help="A picture that the prompt is about; may be given several times."),
-]
+_SEVERAL = "that the prompt is about; may be given several times."
+Image = Annotated[list[str] | None, typer.Option("--image", metavar="PATH", help=f"A picture {_SEVERAL}")]
+Video = Annotated[list[str] | None, typer.Option("--video", metavar="PATH", help=f"A video {_SEVERAL}")]
+Audio = Annotated[list[str] | None, typer.Option("--audio", metavar="PATH", help=f"A sound {_SEVERAL}")]
 Eager = Annotated[bool, typer.Option("--eager", help="Run the model's own code in place of kernels.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Whether code that comes with the model may run.")]
 
@@ -30,7 +30,9 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Whether code t
 def generate(
     source: Source,
     prompt: Annotated[str, typer.Option("--prompt", help="The text that the model goes on with.")],
-    image: Images = None,
+    image: Image = None,
+    video: Video = None,
+    audio: Audio = None,
     most: Most = 128,
     temperature: Temperature = 0.0,
     eager: Eager = False,
@@ -38,12 +40,13 @@ def generate(
     json: AsJson = False,
 ) -> None:
     """Continue a text with the model of a run, token by token, and say which kernels run."""
+    media = {"image": image or (), "video": video or (), "audio": audio or ()}
     answerer = _answerer(source, eager, trust_remote_code)
     if json:
-        print_json(_plain(answerer, prompt, answerer.answer(prompt, most, temperature, images=image or ())))
+        print_json(_plain(answerer, prompt, answerer.answer(prompt, most, temperature, media=media)))
         return
     print(fit(answerer.describe()), file=sys.stderr)
-    _close(answerer.answer(prompt, most, temperature, True, image or ()), most)
+    _close(answerer.answer(prompt, most, temperature, True, media), most)
 
 
 def chat(
@@ -51,7 +54,9 @@ def chat(
     prompt: Annotated[
         str | None, typer.Option("--prompt", help="One message; without it, messages are read line by line.")
     ] = None,
-    image: Images = None,
+    image: Image = None,
+    video: Video = None,
+    audio: Audio = None,
     most: Most = 512,
     temperature: Temperature = 0.0,
     eager: Eager = False,
@@ -63,11 +68,12 @@ def chat(
         raise ConfigError("--json prints one answer; give the message with --prompt")
     answerer = _answerer(source, eager, trust_remote_code)
     messages: list[dict[str, str]] = []
+    media = {"image": image or (), "video": video or (), "audio": audio or ()}
     if not json:
         print(fit(answerer.describe()), file=sys.stderr)
     while said := prompt if prompt is not None else _next():
         messages.append({"role": "user", "content": said})
-        found = answerer.answer(messages, most, temperature, not json, image or ())
+        found = answerer.answer(messages, most, temperature, not json, media)
         if json:
             print_json(_plain(answerer, said, found))
         else:

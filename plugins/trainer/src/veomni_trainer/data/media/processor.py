@@ -247,7 +247,7 @@ def _sized(before: Any, spelling: str, least: int | None, most: int | None) -> A
     else:
         frames = before.temporal_patch_size if spelling == _AREA_OF_FRAMES else 1
         limits = {"shortest_edge": least and least * frames, "longest_edge": most and most * frames}
-    given = {name: value for name, value in limits.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
     if spelling != _NAMED:
         size = {name: value for name, value in dict(written["size"]).items() if value is not None}
         if (size["longest_edge"] <= _LONGEST) != (spelling == _LENGTH):
