@@ -430,5 +430,7 @@ def test_a_failure_names_shapes_and_options_and_a_near_one_says_so():
     (first, *_) = failures_of(barely_wrong, op="rms_norm", fail_fast=True)
     assert "norm error 1.2e-06, allowed 1.0e-06, near the limit" in first
     assert first.endswith("[x (3, 5, 97), weight (97,), eps=1e-06]")
+    (first, *_) = failures_of(labels_of_int32_are_cut, fail_fast=True, **_LOSS)
+    assert "weight (64, 32), labels [-100, -100, -100, " in first and first.endswith("] int32]")
     cases = (CaseResult("odd width", (), 0.9, 0.1), CaseResult("wide", (), 0.2))
     assert ConformanceReport("k", "cpu", "float32", cases).near == ("sample 'odd width' is at 90% of its tolerance",)

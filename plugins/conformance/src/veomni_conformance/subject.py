@@ -18,6 +18,7 @@ from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.errors import ContractError, did_you_mean
 from veomni_ops.contract import Contract, Sample, Size, dtype_name, other_values
 
+_FEW = 16  # integers, which a message shows
 Kernel = Callable[..., Any]
 Upstream = Callable[[Tensor], Tensor]
 
@@ -280,11 +281,15 @@ class Subject:
 
 
 def described(subject: Subject, sample: Sample) -> str:
-    """The shapes of a call's tensors, and its options and numbers: ``x (3, 97), weight (97,) float32, eps=1e-06``."""
+    """The shapes of a call's tensors, and its options and numbers: ``x (3, 97), weight (97,) float32, eps=1e-06``.
+
+    Of a few integers, as the boundaries of packed sequences, the values: ``cu_seqlens [0, 3, 7] int32``.
+    """
     parts = []
     for name, x in subject.inputs(sample).items():
         dtype = "" if x.dtype in (subject.dtype, torch.int64) else f" {dtype_name(x.dtype)}"
-        parts.append(f"{name} {tuple(x.shape)}{dtype}")
+        few = x.dim() < 2 and x.numel() <= _FEW and not (x.is_floating_point() or x.is_complex())
+        parts.append(f"{name} {x.tolist() if few else tuple(x.shape)}{dtype}")
     named = [*zip(subject.parameters, sample.args, strict=False), *sample.kwargs.items()]
     plain = (bool, int, float, str)
     for name, value in named:

@@ -345,8 +345,7 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield across("a mask of one query", *dense, mask=some[:, :, 7:8], lengths=single)
     yield across("padding of one query", *padding, mask=on_the_left[:2], lengths=single)
     yield across("a window of one query", *window, sliding_window=4, lengths=single)
-    both = {"softcap": 2.0, "s_aux": sinks()}
-    yield across("softcap and sinks of one query", "softcap", "sinks", lengths=single, **both)
+    yield across("softcap and sinks of one query", "softcap", "sinks", lengths=single, softcap=2.0, s_aux=sinks())
     outer = sinks().detach()
     outer[0], outer[1] = 100.0, -100.0  # past where float32's exponential ends
     yield edge("a high and a low sink", "sinks", s_aux=leaf(outer))

@@ -65,22 +65,23 @@ class DeltaRuleSamples:
         def edge(name: str, problem: tuple[Tensor, ...], **options: Any) -> Sample:
             return Sample(name, problem, {**_NORMED, **options}, values_only=True)
 
-        unnormed = {"use_qk_l2norm_in_kernel": False}
+        unnormed: dict[str, Any] = {"use_qk_l2norm_in_kernel": False}
         of_length: dict[int, dict[str, Any]] = {16: unnormed, 33: {"scale": 0.7}}
         for length in (1, 2, 16, 33, 63, 64, 65, 129):
             kept = {"initial_state": _state(draw, 1), "output_final_state": True, **of_length.get(length, {})}
             problem = self._problem(draw, 1, length, key_scale=0.3 if length == 16 else 1.0)
             yield edge("1 token" if length == 1 else f"{length} tokens", problem, **kept)
         yield edge("no tokens", self._problem(draw, 2, 0), initial_state=_state(draw, 2), output_final_state=True)
-        for ends, some in (
+        at: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
             ((64, 128, 128, 129, 133, 136), {}),
             ((63, 64, 65, 131), {"scale": 0.7}),
             ((1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 70), {}),
             ((0, 5, 5, 40, 40), unnormed),
-        ):
+        )
+        for ends, options in at:
             bounds, states = _bounds_at(device, *ends), _state(draw, len(ends))
-            problem = self._problem(draw, 1, ends[-1], key_scale=0.3 if some == unnormed else 1.0)
-            kept = {"cu_seqlens": bounds, "initial_state": states, "output_final_state": True, **some}
+            problem = self._problem(draw, 1, ends[-1], key_scale=0.3 if options == unnormed else 1.0)
+            kept = {"cu_seqlens": bounds, "initial_state": states, "output_final_state": True, **options}
             yield edge(f"packed at {', '.join(map(str, ends))}", problem, **kept)
         bounds = _bounds_at(device, 21, dtype=torch.int64)
         yield edge("one packed sequence", self._problem(draw, 1, 21), cu_seqlens=bounds)

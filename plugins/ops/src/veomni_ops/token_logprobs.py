@@ -186,7 +186,7 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield edge(
         "the first word is ignored, and softcap", (hidden, weight, labels), ignore_index=0, softcap=3.0, outputs=both
     )
-    some = {"ignore_index": 63, "temperature": 0.7, "outputs": both}
+    some: dict[str, Any] = {"ignore_index": 63, "temperature": 0.7, "outputs": both}
     yield edge(
         "the last word is ignored, bias and temperature", (hidden, weight, labels, leaf(draw.normal(64))), **some
     )
