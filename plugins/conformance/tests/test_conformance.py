@@ -218,7 +218,11 @@ def test_what_a_kernel_does_not_promise_is_not_asked_of_it():
         check_kernel(spec(kernel, "swiglu_mlp", "standard", **promise)).raise_if_failed()
 
 
-def test_a_feature_that_is_not_declared_must_be_refused_and_one_that_is_must_be_computed():
+def narrow(site):
+    return "takes heads of at most 128" if max(site.sizes["head_dim"]) > 128 else ""
+
+
+def test_what_planning_refuses_must_be_refused_and_a_feature_that_is_declared_must_be_computed():
     # It passes over sinks, chosen keys and packing, and over a window that no mask holds.
     ignores = KernelSpec(
         name="ignores",
@@ -227,11 +231,13 @@ def test_a_feature_that_is_not_declared_must_be_refused_and_one_that_is_must_be_
         factory="transformers.integrations.sdpa_attention:sdpa_attention_forward",
         deterministic=False,
         features=("dense_mask", "sliding_window"),
+        can_run=f"{__name__}:narrow",
     )
     failed = {case.sample: case.failures for case in check_kernel(ignores).cases if case.failures}
     assert failed["sinks"] == ("does not declare sinks, but computes something instead of raising",)
     assert failed["chosen keys"] == ("does not declare chosen_keys, but computes something instead of raising",)
     assert failed["packed sequences"] == ("does not declare packed, but computes something instead of raising",)
+    assert failed["heads of 256"] == ("takes heads of at most 128, but computes something instead of raising",)
     assert failed["sliding window"][0].startswith("the result is off")
     assert "boolean mask" not in failed
 

@@ -155,7 +155,7 @@ def _cases(
     subject: Subject, largest: Size, every_form: bool, part: tuple[int, int], fail_fast: bool
 ) -> Iterator[CaseResult]:
     positions = [position for size in Size if size <= largest for position in subject.positions(size)]
-    computed = [position for position in positions if not subject.undeclared(position)]
+    computed = [position for position in positions if not subject.refused(position)]
     alone = None if every_form else _smallest(subject, computed)
     forms: set[object] = set()
     passes, (index, count) = True, part
@@ -301,10 +301,10 @@ def _form(subject: Subject, position: Position) -> object:
 
 
 def _refusal(subject: Subject, position: Position) -> CaseResult:
-    """Check that the kernel raises on a sample that needs undeclared features, instead of silently ignoring them."""
-    name, undeclared = subject.sample(position).name, subject.undeclared(position)
+    """Check that the kernel raises on a sample that it is not declared for, instead of silently ignoring a part."""
+    name, why = subject.sample(position).name, subject.refused(position)
     try:
         subject.call(subject.draw(position))
     except Exception:
         return CaseResult(f"{name} (refused)", ())
-    return CaseResult(name, (f"does not declare {', '.join(undeclared)}, but computes something instead of raising",))
+    return CaseResult(name, (f"{why}, but computes something instead of raising",))

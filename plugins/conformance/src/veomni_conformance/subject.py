@@ -15,7 +15,9 @@ from veomni_conformance.comparison import distance, one_line
 from veomni_conformance.sample_tensors import copy_of, map_tensors, tensors_of, to_float64, upstream_of
 from veomni_conformance.time_spent import COMPARING, KERNEL, REFERENCE, TimeSpent
 from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.descriptions.references import load_attribute
 from veomni_core.errors import ContractError, did_you_mean
+from veomni_core.sites.site import Site
 from veomni_ops.contract import Contract, Sample, Size, dtype_name, other_values
 
 _FEW = 16  # integers, which a message shows
@@ -90,9 +92,15 @@ class Subject:
         """One sample, for inspection only. To run the kernel, use :meth:`draw`: a kernel may write into its inputs."""
         return self._samples(position.size, other=False)[position.index]
 
-    def undeclared(self, position: Position) -> list[str]:
-        """The features that a sample needs and the kernel does not declare. If there are any, the kernel must raise."""
-        return [feature for feature in self.sample(position).needs if feature not in self.spec.features]
+    def refused(self, position: Position) -> str:
+        """Why planning gives no site like a sample to the kernel, which must raise then; empty where it may."""
+        sample, spec = self.sample(position), self.spec
+        if undeclared := [feature for feature in sample.needs if feature not in spec.features]:
+            return f"does not declare {', '.join(undeclared)}"
+        if not sample.sizes or not spec.can_run:
+            return ""
+        site = Site(spec.op_name, "", sample.name, spec.variant, "a sample", sizes=sample.sizes)
+        return str(load_attribute(spec.can_run)(site))
 
     def is_asked_more(self, position: Position) -> bool:
         """Whether the situations of training are checked on a sample too, besides values and gradients."""

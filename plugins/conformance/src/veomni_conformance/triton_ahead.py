@@ -84,7 +84,7 @@ def compile_ahead(spec: KernelSpec, contract: Contract, dtype: str, target: Targ
         not_reached: dict[str, None] = {}
         for size in (Size.SMALL, Size.BEYOND_A_TILE):
             for position in subject.positions(size):
-                if subject.undeclared(position):
+                if subject.refused(position):
                     continue
                 try:
                     sample = subject.draw(position)

@@ -231,7 +231,8 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
         batch, q_heads, k_heads, length = shape
         heads = _heads(draw, batch, q_heads, k_heads, length, *widths)
         call = (AttentionModule(q_heads // k_heads, causal), *heads, mask)
-        return Sample(name, call, kw, needs, values_only=True)
+        sizes = {"head_dim": widths[:1], "value_head_dim": widths[1:]}
+        return Sample(name, call, kw, needs, values_only=True, sizes=sizes)
 
     def across(
         name: str,

@@ -48,6 +48,8 @@ class Sample:
             the call; any other kernel must raise.
         values_only: check only values and gradients on this sample, not the situations of training
             (:func:`veomni_conformance.check_kernel`), which other samples cover.
+        sizes: those of a site with this call (:class:`~veomni_core.Site`). A kernel whose ``can_run`` refuses them must
+            raise.
         only_with, not_with: a feature that a kernel must declare, or must not, to be checked on this sample at all. To
             another kernel the same call means something else.
 
@@ -63,6 +65,7 @@ class Sample:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     values_only: bool = False
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     only_with: str = ""
     not_with: str = ""
 
