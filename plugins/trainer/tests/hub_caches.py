@@ -5,6 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from huggingface_hub import constants
+
+from forked_processes import run_veomni
+
 COMMIT, OTHER = "a" * 40, "b" * 40
 
 
@@ -21,3 +25,9 @@ class HubCache:
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / ref).write_text(commit, encoding="utf-8")
         return snapshot
+
+
+def run_offline(cache: str, *arguments: str) -> None:
+    """The ``veomni`` command, in this process, with ``cache`` alone to read of the Hub."""
+    constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = cache, True
+    run_veomni(*arguments)

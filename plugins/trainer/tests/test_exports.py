@@ -49,9 +49,22 @@ def chat_data(tmp_path: Path, job_data: dict[str, Any]) -> dict[str, Any]:
     return job_data
 
 
+@pytest.mark.parametrize(
+    "method", ["pretrain", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("dpo", "kto", "orpo"))]
+)
 def test_the_export_of_chats_ends_as_their_turns_do(
-    chat_data: dict[str, Any], train: Train, run: Path, capsys: pytest.CaptureFixture[str]
+    chat_data: dict[str, Any], train: Train, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:
+    chat_data["train"]["method"] = method
+    if method != "pretrain":
+        turns = [each["messages"] for each in CHATS * 2]
+        no = [{"role": "assistant", "content": "no"}]
+        rows = (
+            [{"prompt": ask, "completion": [answer], "label": bool(n % 2)} for n, (*ask, answer) in enumerate(turns)]
+            if method == "kto"
+            else [{"prompt": ask, "chosen": [answer], "rejected": no} for *ask, answer in turns]
+        )
+        (tmp_path / "chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
     train(chat_data)
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     turn, text = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])

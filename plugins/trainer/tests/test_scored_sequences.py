@@ -135,3 +135,5 @@ def test_what_has_no_head_for_words_is_sent_to_the_methods_for_scores(here: Path
         go("sft", f"{config[:-1]}, architectures: [BertForMaskedLM]}}")
     with pytest.raises(ConfigError, match="transformers has none of model_type bark"):
         go("classify", "model.config={model_type: bark}")
+    with pytest.raises(ConfigError, match="without a decoder of its own, and transformers has none of model_type t5"):
+        go("reward", "model.config={model_type: t5, d_model: 32, d_ff: 32, num_layers: 1, num_heads: 2}")

@@ -12,10 +12,10 @@ from small_tokenizers import CHATML, MARKED, STRICT, byte_level, saved
 from transformers import PreTrainedTokenizerBase
 
 from veomni_core.errors import JobFileError
-from veomni_trainer.data.corpus import read_corpus
+from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.read import read_documents
 from veomni_trainer.data.reading import Reading
-from veomni_trainer.data.rows import read_rows
+from veomni_trainer.data.rows import check_answers, read_rows
 from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.data_section import DataSection
 from veomni_trainer.job.source_keys import Source
@@ -287,3 +287,66 @@ def test_rows_of_pairs_refuse_what_is_not_used(
 ) -> None:
     with pytest.raises(JobFileError, match=says):
         read_rows(Source(files=[str(jsonl(row))]), load_tokenizer(chat_tokenizer), DPO)
+
+
+THOUGHT = {**CHAT[1], "reasoning_content": "It is summer"}
+KTO = DPO.model_copy(update={"method": "kto"})
+
+
+@pytest.mark.parametrize(
+    ("train", "row"),
+    [
+        (DPO, {"prompt": [CHAT[0]], **PREFERRED, "rejected": [THOUGHT]}),
+        (KTO, {"prompt": [CHAT[0]], "completion": [THOUGHT], "label": True}),
+    ],
+    ids=["dpo", "kto"],
+)
+def test_what_a_template_leaves_out_of_an_answer_is_refused(
+    jsonl: Write, chat_tokenizer: str, train: TrainSection, row: dict[str, Any]
+) -> None:
+    with pytest.raises(JobFileError, match=r"what the assistant thinks \(reasoning_content\) in turn 2"):
+        read_rows(Source(files=[str(jsonl(row))]), load_tokenizer(chat_tokenizer), train)
+
+
+def test_what_a_template_leaves_out_of_a_prompt_is_named(jsonl: Write, chat_tokenizer: str) -> None:
+    row = {"prompt": [{**CHAT[0], "name": "Ada"}], **PREFERRED}
+    corpus = read_rows(Source(files=[str(jsonl(row))]), load_tokenizer(chat_tokenizer), DPO)
+    assert "not in the chat template's text: name of user (2 turns)" in corpus.describe()
+
+
+def checked(path: Path, tokenizer: str, train: TrainSection, longest: int) -> Corpus:
+    loaded = load_tokenizer(tokenizer)
+    assert loaded.pretrained is not None
+    return check_answers(
+        read_rows(Source(files=[str(path)]), loaded, train), loaded.pretrained, train, longest, loaded.end_of
+    )
+
+
+FOXES = {"prompt": "What is it?", "chosen": " a fox", "rejected": " a fox and more"}
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo", "reward"])
+def test_pairs_that_teach_nothing_are_counted_or_refused(jsonl: Write, chat_tokenizer: str, method: str) -> None:
+    train, same = DPO.model_copy(update={"method": method}), {**FOXES, "rejected": " a fox"}
+    corpus = checked(jsonl(same, FOXES), chat_tokenizer, train, 99)
+    assert corpus.notes == ("warning: 1 pairs teach nothing: chosen and rejected are the same in them",)
+    with pytest.raises(JobFileError, match="the same in each pair, up to data.sequence_length 99, so there is nothing"):
+        checked(jsonl(same), chat_tokenizer, train, 99)
+
+
+def test_answers_that_are_cut_off_are_counted(jsonl: Write, chat_tokenizer: str) -> None:
+    tokenizer = load_tokenizer(chat_tokenizer).pretrained
+    assert tokenizer is not None
+    length = len(tokenizer(FOXES["prompt"] + FOXES["chosen"])["input_ids"])  # the end token lies behind it
+    corpus = checked(jsonl(FOXES, {**FOXES, "rejected": " a"}), chat_tokenizer, DPO, length)
+    assert f"warning: 3 answers go on behind data.sequence_length {length}, and are cut off there" in corpus.notes
+    with pytest.raises(JobFileError, match="the same in each pair"):
+        checked(jsonl(FOXES), chat_tokenizer, DPO, length)
+
+
+def test_the_ends_of_wanted_answers_are_learned(jsonl: Write, chat_tokenizer: str) -> None:
+    tokenizer: Any = load_tokenizer(chat_tokenizer).pretrained
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert checked(jsonl({"prompt": [CHAT[0]], **PREFERRED}), chat_tokenizer, DPO, 99).ends == {end: 1}
+    verdicts = [{"prompt": [CHAT[0]], "completion": [CHAT[1]], "label": label} for label in (True, False)]
+    assert checked(jsonl(*verdicts), chat_tokenizer, KTO, 99).ends == {end: 1}

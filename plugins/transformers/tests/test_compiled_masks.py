@@ -85,6 +85,15 @@ def test_masks_of_plain_and_of_packed_rows(family: str, settings: Any, length: i
         assert backend.masked == masks
 
 
+def test_no_layer_runs_while_kernels_are_bound() -> None:
+    """Qwen3 builds no sliding mask here; a search for one that went on to layers would start FSDP2 in them."""
+    model, ran = _model("qwen3", head_dim=8), []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, _: ran.append(type(module).__name__))
+    bind(model, _OPS)
+    assert not ran
+
+
 class _NumbersFromTheEnd(LlamaModel):
     """Passes positions that fall, which transformers takes for packed rows, to the builder of its mask."""
 

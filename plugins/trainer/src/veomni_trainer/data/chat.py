@@ -85,6 +85,22 @@ class Chats:
             self._left_out(what)
         return Example(text, None if self._loss_on == "all" else tuple(spans), ends=False)
 
+    def check(self, prompt: list[Message], answer: list[Message], tools: Tools) -> None:
+        """Check that the template renders ``answer``, and name what it leaves out of the turns before it.
+
+        Raises:
+            BadLine: the template refuses the chat.
+            Unreadable: it leaves out something that the assistant says, calls or thinks.
+        """
+        for message in prompt:
+            message.excluded = True
+        messages = [*prompt, *answer]
+        before = self._render(prompt, tools, add_generation_prompt=True)
+        text = self._render(messages, tools) if answer else before
+        _check_said(messages, [text.removeprefix(before)])
+        for what in _not_rendered(messages, tools, text):
+            self._left_out(what)
+
     def _marked(self, template: str, messages: list[Message], tools: Tools) -> tuple[str, list[Span]]:
         """The rendered chat, and the spans of its generation blocks.
 

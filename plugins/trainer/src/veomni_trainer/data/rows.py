@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from datasets import Dataset, Features, Json
 from pyarrow import ArrowInvalid, ArrowTypeError
 from transformers import PreTrainedTokenizerBase
 
 from veomni_core.errors import JobFileError
+from veomni_trainer.data.chat import Chats
 from veomni_trainer.data.columns import (
     check_columns,
     check_unread,
@@ -22,7 +24,7 @@ from veomni_trainer.data.columns import (
     unread_that_matter,
 )
 from veomni_trainer.data.corpus import Corpus, ReadSource
-from veomni_trainer.data.documents import Example
+from veomni_trainer.data.documents import Document, Example
 from veomni_trainer.data.labels import read_class, read_verdict
 from veomni_trainer.data.messages import Message, check_characters, read_tools
 from veomni_trainer.data.prompts import PromptReader, text_of, value_of
@@ -37,6 +39,7 @@ from veomni_trainer.job.train_section import TrainSection
 
 TOOLS = "tools"
 _KEY = "data.files"
+_ANSWERS = (*PAIRS[1:], "completion")
 _WHAT = {PAIRS: "preference pairs", PROMPTS: "prompts"}
 
 
@@ -84,11 +87,20 @@ def _dataset(columns: dict[str, list[Any]]) -> Any:
     return Dataset.from_dict(columns, features=features)
 
 
-def check_lengths(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, train: TrainSection, longest: int) -> Corpus:
-    """The corpus, with a note where texts of classes are longer than ``longest`` tokens.
+def check_answers(
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    train: TrainSection,
+    longest: int,
+    end_of: Callable[[Document], int | None],
+) -> Corpus:
+    """The corpus, with notes of what is longer than ``longest`` tokens, and of pairs that teach nothing.
+
+    Counts the tokens that wanted answers end with, which ``end_of`` says.
 
     Raises:
-        JobFileError: a prompt leaves no room for what follows it, or TRL's reward trainer would leave a pair out.
+        JobFileError: a prompt leaves no room for what follows it, TRL's reward trainer would leave a pair out, or no
+            pair teaches anything.
     """
     reserved = train.drawn.max_completion_length if train.drawn else 1
     beside = f"train.{train.method}.max_completion_length" if train.drawn else "the first token of an answer"
@@ -97,12 +109,11 @@ def check_lengths(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, train: Tra
         cut = sum(len(prompt_ids(row, tokenizer, train.columns[0])) > longest for row in rows)
         note = f"warning: {cut:,} texts are longer than data.sequence_length {longest:,}, and are cut off there"
         return replace(corpus, notes=(*corpus.notes, note)) if cut else corpus
+    cut = same = 0
     for number, row in enumerate(rows, start=1):
         ids = prompt_ids(row, tokenizer)
-        if (
-            train.method == "reward"
-            and (most := max(len(_whole(row, name, tokenizer)) for name in PAIRS[1:])) > longest
-        ):
+        whole = [_whole(row, name, tokenizer) for name in train.columns if name in _ANSWERS]
+        if train.method == "reward" and (most := max(map(len, whole))) > longest:
             raise JobFileError(
                 f"{_KEY}: pair {number} has {most:,} tokens, and data.sequence_length is {longest:,}; raise it, or "
                 "leave the pair out. A reward is the score of the last token"
@@ -112,11 +123,26 @@ def check_lengths(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, train: Tra
                 f"{_KEY}: prompt {number} has {len(ids):,} tokens, and data.sequence_length leaves {room:,} beside "
                 f"{beside}; raise data.sequence_length, or leave the prompt out"
             )
-    return corpus
+        cut += sum(len(each) > longest for each in whole)
+        if whole and train.method != "reward" and row.get("label", True):
+            corpus.read[0].reading.count_end(end_of(Document(np.asarray(whole[0], np.uint32))))
+        same += len(whole) == 2 and whole[0][:longest] == whole[1][:longest]
+    if same == len(corpus.training):
+        raise JobFileError(
+            f"{_KEY}: chosen and rejected are the same in each pair, up to data.sequence_length {longest:,}, so there "
+            "is nothing to learn. Raise it, or correct the pairs"
+        )
+    notes = (
+        [f"warning: {cut:,} answers go on behind data.sequence_length {longest:,}, and are cut off there"]
+        if cut
+        else []
+    )
+    notes += [f"warning: {same:,} pairs teach nothing: chosen and rejected are the same in them"] if same else []
+    return replace(corpus, notes=(*corpus.notes, *notes))
 
 
 def _whole(row: Mapping[str, Any], name: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens of a row's prompt with the answer ``name``, as TRL's reward trainer counts them."""
+    """The tokens of a row's prompt with the answer ``name``, as TRL's trainers count them."""
     said = row["prompt"] + row[name]
     if isinstance(said, str):
         end = str(tokenizer.eos_token)
@@ -138,7 +164,8 @@ class _MethodRows:
     """Makes a row for the method's trainer of each row of one source."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer, train: TrainSection, reading: Reading) -> None:
-        self._source, self._has_template, self._reading = source, tokenizer.chats is not None, reading
+        self._source, self._reading = source, reading
+        self._chats = Chats(tokenizer.chats, source.loss_on, reading.not_rendered) if tokenizer.chats else None
         self._wanted, self.needs = train.columns, ", ".join(train.columns)
         self._classifies, self._draws = train.method == "classify", train.columns == PROMPTS
         self._columns: Columns | None = None
@@ -156,7 +183,7 @@ class _MethodRows:
             self._columns, used = found, names_of(found)
             if has_schema:
                 check_columns(names_of(written or found.model_copy(update={"tools": None})), there)
-            self._prompts = PromptReader(found, self._source.prompt_format, self._has_template, self._no_media)
+            self._prompts = PromptReader(found, self._source.prompt_format, self._chats is not None, self._no_media)
         self._reading.columns = (
             self._reading.columns or f"columns {', '.join(repr(name) for name in used if name in there)}"
         )
@@ -190,6 +217,10 @@ class _MethodRows:
             tools = read_tools(row.get(self._columns.tools or TOOLS))
             if tools and (self._draws or isinstance(prompt, str)):
                 raise BadLine("tools are rendered into chats of preference pairs alone; leave the column 'tools' out")
+            if self._chats and not isinstance(prompt, str):
+                for answer in said.values() or ([],):
+                    assert not isinstance(answer, str)
+                    self._chats.check(prompt, answer, tools)
         check_characters(json.dumps([read, tools], ensure_ascii=False), "the row")
         return {**row, **read} if self._draws else {**read, **({TOOLS: tools} if tools else {})}
 

@@ -92,7 +92,8 @@ def adapted_model(checkpoint: Path, trust_remote_code: bool) -> Any:
         model = load_as_trained(base, trust_remote_code, own if own.is_file() else None)
         with safe_open(checkpoint / _ADAPTER[1], "pt") as weights:
             _untie(model, [*weights.keys()])
-        adapted = get_peft_model(model, PeftConfig.from_pretrained(str(checkpoint)))  # type: ignore[arg-type]
+        config.base_model_name_or_path = model.name_or_path  # a Hub id's folder, which PEFT would warn of
+        adapted = get_peft_model(model, config)  # type: ignore[arg-type]
         load_adapter(adapted, checkpoint)
     except Exception as error:  # of files, headers, shapes, and of what the adapter's config says
         raise CheckpointError(f"{checkpoint} can't be put over {base}: {error}") from error

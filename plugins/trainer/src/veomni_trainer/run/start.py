@@ -17,7 +17,7 @@ from veomni_trainer.data.batches import CHAT
 from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.fingerprint import fingerprint
 from veomni_trainer.data.method_inputs import MethodInputs
-from veomni_trainer.data.rows import check_lengths, prompt_ids, read_rows
+from veomni_trainer.data.rows import check_answers, prompt_ids, read_rows
 from veomni_trainer.data.streaming import Stream
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.load import dump_job
@@ -186,7 +186,8 @@ def read_data(job: Job, tokenizer: Tokenizer) -> Corpus:
         return read_corpus(job.data, tokenizer, job.train.seed)
     (source,) = job.data.training_sources.values()
     corpus = read_rows(source, tokenizer, job.train)
-    return check_lengths(corpus, trl_tokenizer(job, tokenizer), job.train, job.data.sequence_length)
+    longest = job.data.sequence_length
+    return check_answers(corpus, trl_tokenizer(job, tokenizer), job.train, longest, tokenizer.end_of)
 
 
 def steps_of(corpus: Corpus, train: TrainSection, processes: int) -> int:

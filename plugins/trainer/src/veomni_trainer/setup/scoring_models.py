@@ -26,10 +26,10 @@ def as_scorer(config: PretrainedConfig, job: Job, tokenizer: Tokenizer) -> None:
         ConfigError: transformers has no sequence classifier of this type.
     """
     name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
-    if name is None:
+    if name is None or config.is_encoder_decoder:  # whose decoder would be asked for the score
         raise ConfigError(
-            f"train.method: {job.train.method} needs a sequence classifier, and transformers has none of model_type "
-            f"{config.model_type}. Train another model"
+            f"train.method: {job.train.method} needs a sequence classifier without a decoder of its own, and "
+            f"transformers has none of model_type {config.model_type}. Train another model"
         )
     config.architectures = [name]
     labels = ["reward"]

@@ -57,7 +57,7 @@ def _builders(forward: Function) -> Iterator[tuple[str, Function]]:
 def _gets_consecutive_positions(module: Any, forward: Function, builder: str, builders: Iterable[str]) -> bool:
     """Whether ``forward``, which is given embeddings alone, builds its mask for positions that rise by one.
 
-    It runs until it calls ``builder``, before the first layer.
+    It runs until it calls ``builder``, or without it until the first layer.
     """
     seen: list[Any] = []
 
@@ -69,8 +69,29 @@ def _gets_consecutive_positions(module: Any, forward: Function, builder: str, bu
     run = with_globals(forward, {**spies, builder: stop})
     embeddings = torch.zeros(_ROWS, _LENGTH, getattr(module.config, "hidden_size", 1))
     with torch.no_grad():
-        probe.attempt(lambda: run(module, inputs_embeds=embeddings, use_cache=False))
+        probe.attempt(lambda: run(_without_layers(module), inputs_embeds=embeddings, use_cache=False))
     return bool(seen) and (seen[0] is None or bool((seen[0].diff(dim=-1) == 1).all()))
+
+
+class _Stop(nn.Module):
+    def forward(self, *_: Any, **__: Any) -> None:
+        raise InterruptedError
+
+
+def _without_layers(module: nn.Module) -> nn.Module:
+    """``module`` with children that end a forward in place of its layers, and of others with hooks.
+
+    A layer that FSDP2 shards takes itself for the root of the model once it is called before the model is.
+    """
+    copied = probe.bare_copy(module)
+    for registry in ("_parameters", "_buffers"):
+        vars(copied)[registry] = vars(module)[registry]
+    for name, child in module._modules.items():
+        if isinstance(child, nn.ModuleList):
+            copied._modules[name] = nn.ModuleList(_Stop() for _ in child)
+        else:
+            copied._modules[name] = child if child is None or not probe.has_hooks(child) else _Stop()
+    return copied
 
 
 def _forward(own: Function, of_plain_rows: Function) -> Function:
