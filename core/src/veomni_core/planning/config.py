@@ -196,7 +196,7 @@ def _allowed_unused(value: Any, fields: Iterable[str]) -> tuple[str, ...]:
     if isinstance(allowed, (str, Mapping)) or not isinstance(allowed, Collection):
         raise ConfigError(f"{UNUSED}: expected true, false, or a list of fields, {shown(value)}")
     for name in allowed:
-        if name not in fields:
+        if name not in [*fields]:
             raise UnknownNameError(f"{UNUSED}: there is no field {name!r}. {did_you_mean(str(name), fields)}")
     return tuple(allowed)
 

@@ -202,10 +202,8 @@ class Plan:
         return "\n".join([table, *map(fit, notes)])
 
     def promises(self, not_running: Collection[str] = ()) -> tuple[str, ...]:
-        """For each promise that was required, the number of sites whose kernels make it, and what is not known to hold.
-
-        At the module paths ``not_running``, the kernel no longer runs, or never did.
-        """
+        """For each promise that was required: how many sites' kernels make it, and run (not those ``not_running``); and
+        what is not known to hold."""
         sentences = []
         for promise in (each for each in self.require if each != VERIFIED):
             word, rest = promise.replace("_", "-"), Counter[str]()
