@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from veomni_core import KERNEL_REGISTRY, KernelSpec, OpSlot, bind, discover, make_plan
 from veomni_core.cli.list_kernels import list_kernels
-from veomni_core.errors import ConformanceError, LockMismatchError, SpecError
+from veomni_core.errors import ConformanceError, KernelLoadError, LockMismatchError, SpecError
 from veomni_ops.own_kernels import THIS_PROCESS
 from veomni_tools.locks.lock_file import Lock
 from veomni_tools.locks.locked import refuse_changed_specs
@@ -103,6 +103,8 @@ def test_what_can_t_be_used_is_refused_at_once(fields, problem):
     with pytest.raises(SpecError, match=problem):
         KERNEL_REGISTRY.register(spec(**fields))
     assert KERNEL_REGISTRY.records() == []
+    with pytest.raises(SpecError, match="register takes KernelSpec"):
+        KERNEL_REGISTRY.register("mine")
 
 
 def test_a_name_is_one_kernel_s_and_a_cell_may_run_again():
@@ -114,6 +116,20 @@ def test_a_name_is_one_kernel_s_and_a_cell_may_run_again():
     with pytest.raises(SpecError, match="twice"):
         KERNEL_REGISTRY.register(spec(variant="offset")) or KERNEL_REGISTRY.register(spec(variant="qwen3_5"))
     assert discover().resolve("rms_norm", "standard", "mine").factory == f"{__name__}:made"
+
+
+def test_a_function_that_is_defined_anew_has_passed_nothing(model, monkeypatch):
+    KERNEL_REGISTRY.register(spec(preference=99))
+    bind(model, NAMED, verify=True).undo()
+    (checked,) = make_plan(model, {"preset": "auto", "require": "verified"}).kernels
+    monkeypatch.setattr(sys.modules[__name__], "made", lambda: wrong)  # as a notebook's cell that runs again
+    assert chosen(make_plan(model, {"preset": "auto"})) == {"torch"}
+    (kernel,) = make_plan(model, NAMED).kernels
+    assert kernel.version != checked.version and checked.version in kernel.standing
+    assert make_plan(model, NAMED).kernels == (kernel,)
+    monkeypatch.delattr(sys.modules[__name__], "made")
+    with pytest.raises(KernelLoadError, match="mine: .*made failed"):
+        bind(model, NAMED)
 
 
 def test_an_op_has_veomnis_name_too():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import pickle
 
 import pytest
 
-from veomni_core import OpsConfig, OpsImplementationConfig
+from veomni_core import OpsConfig, OpsImplementationConfig, OpSlot
 from veomni_core.discovery.discover import discover
-from veomni_core.errors import ConfigError, JobFileError, MissingOpsImplementationError, UnknownNameError
+from veomni_core.errors import BindingError, ConfigError, JobFileError, MissingOpsImplementationError, UnknownNameError
 from veomni_ops.catalog import OPS
 from veomni_transformers.veomni_jobs import warn_of_removed_variables
 
@@ -58,6 +60,41 @@ def test_veomnis_class_is_a_checked_config_with_fields_as_arguments_and_attribut
         ops.rms_norm  # noqa: B018
 
 
+def test_veomnis_class_is_copied_and_replaced_and_never_changed_without_a_word():
+    ops = OpsImplementationConfig(preset="eager", rms_norm_implementation="torch", require="deterministic")
+    for same in (copy.copy(ops), copy.deepcopy({"ops": ops})["ops"], pickle.loads(pickle.dumps(ops))):
+        assert same == ops and isinstance(same, OpsImplementationConfig) and same.require == ("deterministic",)
+    other = dataclasses.replace(ops, rms_norm_implementation="eager", on_change="eager")
+    assert (other.rms_norm_implementation, other.on_change, other.require) == ("eager", "eager", ops.require)
+    assert other.choices["rms_norm"].names == ("eager",) and ops.rms_norm_implementation == "torch"
+    with pytest.raises(UnknownNameError, match="rms_norm_implementaton: no such field. Did you mean"):
+        dataclasses.replace(ops, rms_norm_implementaton="eager")
+    with pytest.raises(AttributeError, match=r"write dataclasses.replace\(ops, rms_norm_implementation='eager'\)"):
+        ops.rms_norm_implementation = "eager"
+    for fields in ("sdpa", {"attn_implementation": "sdpa"}):
+        with pytest.raises(ConfigError, match=r"fields have names: write OpsImplementationConfig\(preset="):
+            OpsImplementationConfig(fields)
+
+
+@pytest.mark.parametrize(
+    "op, name, field, value",
+    [
+        ("rms_norm", "liger", "rms_norm_implementation", "liger_kernel"),
+        ("apply_rotary_pos_emb", "triton", "rotary_pos_emb_implementation", "triton"),
+        ("moe_load_balancing_loss", "eager", "load_balancing_loss_implementation", "eager"),
+        ("moe_experts", "fused", "moe_implementation", "fused_triton"),
+        ("moe_experts", "fused_quack", "moe_implementation", "fused_quack"),
+        ("moe_experts", "quack", "moe_implementation", "fused_quack"),
+    ],
+)
+def test_a_slot_that_is_bound_by_name_is_answered_with_the_line_that_works(op, name, field, value):
+    with pytest.raises(BindingError) as raised:
+        OpSlot(op).bind(name)
+    line = str(raised.value).partition("binds it by its name: ")[2]
+    assert line == f"veomni_core.bind(model, {{'{field}': '{value}'}})"
+    assert OpsConfig.from_dict({"preset": "eager", field: value})
+
+
 def test_a_field_may_be_allowed_to_be_unused():
     config = {"preset": "eager", "rms_norm_implementation": "torch"}
     for allowed, fields in ((["rms_norm_implementation"], 1), ([], 0), (False, 0), (None, 0)):
@@ -65,6 +102,8 @@ def test_a_field_may_be_allowed_to_be_unused():
     assert {*OpsConfig.from_dict({**config, "allow_unused": True}).allow_unused} >= {"moe_implementation"}
     with pytest.raises(UnknownNameError, match="allow_unused: there is no field 'rms_norm'. Did you mean 'rms_norm_im"):
         OpsConfig.from_dict({**config, "allow_unused": ["rms_norm"]})
+    with pytest.raises(UnknownNameError, match="there is no field {}"):
+        OpsConfig.from_dict({**config, "allow_unused": [{}]})
     for wrong in ("yes", {"rms_norm_implementation": True}, 1):
         with pytest.raises(ConfigError, match="allow_unused: expected true, false, or a list of fields, got"):
             OpsConfig.from_dict({**config, "allow_unused": wrong})

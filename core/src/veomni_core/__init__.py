@@ -6,6 +6,7 @@ Importing this package loads neither torch nor any plugin.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -83,9 +84,12 @@ def __getattr__(name: str) -> Any:
     if home:
         return references.load_from(f"{home}:{name}")
     line = None if name.startswith("__") else references.load_if_installed("veomni_ops.veomni_names:line_for")
-    if line and (instead := line(name)):  # Python replaces the words of an AttributeError, where a name is imported
-        raise ImportError(f"veomni_core has no {name}: {instead}", name="veomni_core")
-    raise AttributeError(f"module 'veomni_core' has no attribute {name!r}")
+    said = f"veomni_core has no {name}: {instead}" if line and (instead := line(name)) else ""
+    if said and sys._getframe(1).f_globals["__name__"] == "importlib._bootstrap":
+        raise ImportError(
+            said, name="veomni_core"
+        )  # Python replaces an AttributeError's words where a name is imported
+    raise AttributeError(said or f"module 'veomni_core' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -4,8 +4,8 @@
 - Output: ``render_table`` and ``fit`` for people, ``print_json`` for programs; ``exit_code`` of an error.
 - Job files: ``load_yaml``, ``parse_yaml``, ``at_home``, ``beside_job``; faults in them: ``shown``, ``job_file_error``.
 - Lock files: ``FROZEN`` is the variable that names one, ``frozen_job`` gives a job's :class:`FrozenJob`.
-- What a section ``ops_implementation`` may hold: ``AUTO``, ``EAGER``, ``ON_CHANGE``, ``TRAINING_LOGITS``,
-  ``known_presets``.
+- What a section ``ops_implementation`` may hold: ``AUTO``, ``EAGER``, ``ON_CHANGE``, ``REQUIREMENTS``,
+  ``TRAINING_LOGITS``, ``known_presets``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from veomni_core.discovery.lock_guard import FROZEN
     from veomni_core.jobs.jobfile import at_home, load_yaml, parse_yaml
     from veomni_core.planning.choice import AUTO
-    from veomni_core.planning.config import ON_CHANGE, TRAINING_LOGITS, known_presets
+    from veomni_core.planning.config import ON_CHANGE, REQUIREMENTS, TRAINING_LOGITS, known_presets
     from veomni_core.tables import fit, render_table
     from veomni_transformers.jobs.job_files import beside_job, job_file_error, shown
 
@@ -33,13 +33,13 @@ _HOME = {
     "veomni_core.discovery.lock_guard": ("FROZEN",),
     "veomni_core.jobs.jobfile": ("at_home", "load_yaml", "parse_yaml"),
     "veomni_core.planning.choice": ("AUTO",),
-    "veomni_core.planning.config": ("ON_CHANGE", "TRAINING_LOGITS", "known_presets"),
+    "veomni_core.planning.config": ("ON_CHANGE", "REQUIREMENTS", "TRAINING_LOGITS", "known_presets"),
     "veomni_core.tables": ("fit", "render_table"),
     "veomni_transformers.jobs.job_files": ("beside_job", "job_file_error", "shown"),
 }
 
-__all__ = ["AUTO", "EAGER", "FROZEN", "ON_CHANGE", "TRAINING_LOGITS", "AsJson", "Changes", "Frozen"]
-__all__ += ["FrozenJob", "HardwareName", "JobPath", "at_home", "beside_job", "exit_code", "fit"]
+__all__ = ["AUTO", "EAGER", "FROZEN", "ON_CHANGE", "REQUIREMENTS", "TRAINING_LOGITS", "AsJson", "Changes"]
+__all__ += ["Frozen", "FrozenJob", "HardwareName", "JobPath", "at_home", "beside_job", "exit_code", "fit"]
 __all__ += ["frozen_job", "job_file_error", "known_presets", "load_yaml", "parse_yaml", "print_json"]
 __all__ += ["render_table", "shown"]
 

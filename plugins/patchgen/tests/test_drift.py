@@ -214,3 +214,72 @@ def test_a_file_for_another_upstream_is_not_loaded(planted, file, tmp_path):
     file.write_text(text.replace('"4.0"', f'"{transformers.__version__}"'))
     with pytest.raises(HostError, match="is not the one it was made from"):
         load_generated(file)
+
+
+FORWARD = "    @decorated\n    def forward(self, x):\n        y = x * self.width\n        return y + self.eps\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (FORWARD, f"{FORWARD}\n    def forward(self, x):\n        return 9\n", "defines it 2 times; replace the class"),
+        (
+            "class DenseLayer",
+            "class DenseNorm: ...\n\n\nclass DenseLayer",
+            "defines DenseNorm 2 times, and a patch can't",
+        ),
+        ("class DenseTwin(DenseLayer)", "class DenseTwin(DenseLayer", "is no Python that can be read here, line "),
+        (
+            "\n# Copyright",
+            "# coding: of-no-codec\n# Copyright",
+            "is no Python source that can be read: unknown",
+        ),
+    ],
+)
+def test_upstream_that_can_t_be_patched_for_certain_is_refused(planted, file, capsys, old, new, words):
+    planted.change(old, new)
+    assert words in check(capsys)
+    with pytest.raises(PatchError, match=words):
+        patchgen(["patches.py"])
+
+
+def test_a_property_with_a_setter_is_one_method(planted, file):
+    both = "    @property\n    def two(self): ...\n\n    @two.setter\n    def two(self, x): ...\n\n"
+    planted.change(FORWARD, f"{both}{FORWARD}")
+    planted.patches('@config.override_method("DenseNorm.two")\ndef two(self):\n    return 2\n')
+    patchgen(["patches.py"])
+    assert file.read_text().count("def two(self") == 2
+
+
+@pytest.mark.parametrize("signature", [b"\xef\xbb\xbf", "# coding: latin-1\n# \xe9\n".encode("latin-1")])
+def test_a_source_in_another_encoding_is_read_as_python_reads_it(planted, file, capsys, signature):
+    upstream = planted.folder / "planted/modeling_dense.py"
+    upstream.write_bytes(signature + upstream.read_bytes())
+    patchgen(["patches.py"])
+    check(capsys, passes=True)
+
+
+def test_what_someone_left_in_place_of_a_generated_file_is_written_anew(file, capsys):
+    text, beside = file.read_text(), file.with_suffix(".diff")
+    for broken in (b"# \xe9\n" + text.encode(), b"class X", b"\0", b""):
+        file.write_bytes(broken)
+        assert "edited by hand" in (said := check(capsys)) or "is no Python" in said or "was not written by" in said
+        check(capsys, passes=True, fix=True)
+        assert file.read_text() == text
+    beside.write_bytes(b"\xff")
+    assert "patched_dense.diff is missing or old" in check(capsys)
+
+
+def test_two_configs_do_not_write_one_file(planted, file):
+    again = 'other = PatchConfig(source_module="planted.modeling_dense", target_file="patched_dense.py")'
+    planted.patches(f"{PATCHES}{again}\n")
+    with pytest.raises(ConfigError, match="2 configs write generated.patched_dense.py: give them other names"):
+        patchgen(["patches.py"])
+
+
+def test_a_file_of_patches_that_is_no_python_is_named_and_others_are_checked(planted, file, capsys):
+    (planted.folder / "broken.py").write_text("config = PatchConfig(\n")
+    with pytest.raises(typer.Exit):
+        patchgen(all_patches=True, check=True)
+    said = capsys.readouterr().out
+    assert "broken.py can't be imported: " in said and "patched_dense.py: up to date" in said

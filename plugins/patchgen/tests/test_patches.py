@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from planted_upstream import run
 
-from veomni_patchgen import PatchError
+from veomni_patchgen import PatchConfig, PatchError
 
 NORM = """
 @config.override_method("DenseNorm.forward", description="twice")
@@ -320,3 +320,28 @@ def test_imports_are_dropped_added_and_put_into_blocks(planted):
         planted.generate('config.drop_import_names("ACTIVATIONS")\n')
     with pytest.raises(PatchError, match="nothing uses tau"):
         planted.generate('config.add_import("math", names=["tau"])\n')
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"target_file": "../../up.py"}, "write a file's name"),
+        ({"target_file": "/etc/there.py"}, "write a file's name"),
+        ({"target_file": "file.txt"}, "write a file's name"),
+        ({"source_module": 3}, "is a module's dotted name"),
+        ({"inherits": "gpu"}, "inherits= a PatchConfig"),
+    ],
+)
+def test_a_config_of_other_things_is_refused(fields, words):
+    with pytest.raises(PatchError, match=words):
+        PatchConfig(**{"source_module": "planted.modeling_dense", "target_file": "file.py", **fields})
+
+
+def test_a_config_that_inherits_itself_is_refused():
+    one = PatchConfig("planted.modeling_dense", "one.py")
+    two = PatchConfig("planted.modeling_dense", "two.py", inherits=one)
+    one.inherits = two
+    three = PatchConfig("planted.modeling_dense", "three.py", inherits=two)
+    for config in (one, two, three):
+        with pytest.raises(PatchError, match="its config inherits itself"):
+            config.all_patches()

@@ -286,12 +286,19 @@ def test_experts_that_are_missing_or_of_other_sizes_are_not_converted(folder, tm
         convert(str(folder), tmp_path / "b", layout="fused")
 
 
-def test_experts_that_the_model_does_not_have_are_extra_and_not_converted(folder, tmp_path, capsys):
-    more = EXPERT.replace("experts.1.", "experts.9.")
+@pytest.mark.parametrize("number", ["9", "01", "-1", "9" * 100])
+def test_experts_that_the_model_does_not_have_are_extra_and_not_converted(number, folder, tmp_path, capsys):
+    more = EXPERT.replace("experts.1.", f"experts.{number}.")
     rewrite(folder, **{more: torch.ones(12, 16, dtype=torch.bfloat16)})
     assert examined(folder, capsys)["extra"] == [more]
     with pytest.raises(CheckpointError, match=f"the model has no such experts: {more}. Use the config of these"):
         convert(str(folder), tmp_path / "b", layout="fused")
+
+
+def test_what_is_copied_in_another_shape_is_said(folder, tmp_path, capsys):
+    rewrite(folder, **{"model.norm.weight": torch.tensor(1.0)})
+    convert(str(folder), tmp_path / "b", layout="fused")
+    assert "0 keys missing, 0 extra, 1 of other shapes" in capsys.readouterr().out
 
 
 def test_a_square_that_nothing_decides_is_refused_until_it_is_said(tmp_path, capsys):

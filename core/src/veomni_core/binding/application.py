@@ -62,8 +62,6 @@ def refuse_unverified(plan: Plan, registry: Registry) -> None:
         return
     hardware = registry.detect_hardware(plan.hardware.torch_device_type)
     in_question = [(each, reason) for each in plan.kernels if (reason := each.spec.must_pass_first(hardware))]
-    if not in_question:
-        return
     evidence = evidence_on(hardware)
     reasons = []
     for planned, reason in in_question:

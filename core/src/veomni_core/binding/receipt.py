@@ -92,6 +92,7 @@ class Receipt:
             "assumptions": list(self.plan.assumptions),
             "passed_by": list(self.plan.passed_by),
             "unverified": list(self.unverified),
+            "promises": list(self.plan.promises({*self.changed, *self.not_called})),
             "verified": list(self.verified),
             "verified_sites": list(self.verification.sites),
             "not_verified": list(self.verification.not_compared),
@@ -137,6 +138,7 @@ class Receipt:
             "Not proven": [what for op in self.plan.ops for what in op.left_out],
             "Passed by": self.plan.passed_by,
             "As asked": self.unverified,
+            "Required": self.plan.promises({*self.changed, *self.not_called}),
             "Not verified": self.verification.not_compared,
             "Changed since": [f"{path}: {what}" for path, what in self.changed.items()],
         }
@@ -162,12 +164,8 @@ def kernels_line(plan: Plan) -> str:
     """The kernels of ``plan`` in one line: ``rms_norm/standard:torch at 5 sites; 7 sites eager``."""
     counts = Counter(str(each.spec) if each.bound else EAGER for each in plan.decisions)
     eager = counts.pop(EAGER, 0)
-    kernels = ", ".join(f"{spec} at {_sites(count)}" for spec, count in counts.items()) or "no kernel"
-    return f"{kernels}; {_sites(eager)} eager"
-
-
-def _sites(count: int) -> str:
-    return f"{count} site{'s' * (count != 1)}"
+    kernels = ", ".join(f"{spec} at {count} site{'s' * (count != 1)}" for spec, count in counts.items()) or "no kernel"
+    return f"{kernels}; {eager} site{'s' * (eager != 1)} eager"
 
 
 def _op_to_dict(op: OpDecision) -> dict[str, Any]:

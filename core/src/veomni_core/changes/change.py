@@ -226,11 +226,7 @@ class ForwardChange(ClassChange):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        guarded: Iterable[str] = (),
-        calls: Iterable[str] = (),
+        self, module: nn.Module, forward: Callable[..., Any], guarded: Iterable[str] = (), calls: Iterable[str] = ()
     ) -> None:
         super().__init__(module, "forward", forward, guarded)
         self.forward, self.calls = forward, frozenset(calls)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from veomni_core.descriptions.references import load_if_installed
 from veomni_core.errors import BindingError, BoundModelPickleError, SlotInUseError
 
 Kernel = Callable[..., Any]
@@ -92,8 +93,8 @@ class OpSlot:
             SlotInUseError: the slot holds another kernel for a model that is still alive.
         """
         if not callable(kernel):
-            by_name = f"by its name: veomni_core.bind(model, {{'{self.op_name}_implementation': {kernel!r}}})"
-            hint = f". A model binds it {by_name}" if isinstance(kernel, str) else ""
+            line = load_if_installed("veomni_ops.veomni_configs:line_for_slot") if isinstance(kernel, str) else None
+            hint = f". A model binds it by its name: {line(self.op_name, kernel)}" if line else ""
             raise BindingError(f"{self!r}: a kernel must be callable, not a {type(kernel).__name__}{hint}")
         if self._declared_in:
             raise BindingError(

@@ -16,11 +16,13 @@ from veomni_core.errors import ConfigError, MissingOpsImplementationError, Unkno
 from veomni_core.jobs.jobfile import load_yaml
 from veomni_core.planning.choice import AUTO, Choice, preset_choice, shown, written_choice
 
-VERIFIED, NOTHING, UNUSED = "verified", "nothing", "allow_unused"
+VERIFIED, UNUSED = "verified", "allow_unused"
+# What ``require`` may ask; but for the first two, each is the field of a spec that promises it.
+REQUIREMENTS = ("nothing", VERIFIED, "batch_invariant", "deterministic")
 ON_CHANGE = ("raise", "eager")
 TRAINING_LOGITS = ("deferred", "computed", "none")
 # The values of each setting that is for all ops; the first is the default.
-_SETTINGS = {"on_change": ON_CHANGE, "training_logits": TRAINING_LOGITS, "require": (NOTHING, VERIFIED)}
+_SETTINGS = {"on_change": ON_CHANGE, "training_logits": TRAINING_LOGITS}
 _VEOMNI_CONFIGS = "veomni_ops.veomni_configs"
 
 
@@ -37,7 +39,7 @@ class OpsConfig:
         on_change: what happens when a setting changes after bind on which the proof of a site depends. ``raise``
             raises; ``eager`` lets the module run its own code again, with a warning and a line in the receipt.
         require: ``verified`` takes only kernels that are certified on this machine, in the dtypes of their sites;
-            ``nothing`` asks that of foreign code alone.
+            ``batch_invariant`` and ``deterministic`` only those whose spec promises it. Empty for ``nothing``.
         allow_unused: the config fields that may name a kernel where the model has no site of the op, which is a warning
             then and not an error; ``allow_unused: true`` is all of them. So models of several families share a config.
         training_logits: what ``outputs.logits`` is in a training step with a fused loss. ``deferred``: a tensor that
@@ -65,7 +67,7 @@ class OpsConfig:
     profile: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     on_change: str = "raise"
     training_logits: str = "deferred"
-    require: str = NOTHING
+    require: tuple[str, ...] = ()
     allow_unused: tuple[str, ...] = ()
 
     @classmethod
@@ -113,7 +115,9 @@ class OpsConfig:
         section = _ops_section(data)
         fields = dict(section)
         preset, profile = fields.pop("preset", AUTO), fields.pop("profile", {})
-        unused = fields.pop(UNUSED, False)
+        unused, require = fields.pop(UNUSED, False), fields.pop("require", ())
+        asked = require if isinstance(require, (list, tuple)) else [require]
+        require = tuple(dict.fromkeys(one_of("require", each, REQUIREMENTS) for each in asked if each != "nothing"))
         settings = {name: one_of(name, fields.pop(name, values[0]), values) for name, values in _SETTINGS.items()}
         presets = known_presets(registry)
         if str(preset) not in presets:
@@ -123,7 +127,7 @@ class OpsConfig:
         for name in fields:
             if name not in by_field:
                 hint = load_if_installed("veomni_ops.veomni_names:only_veomnis")
-                known = [*by_field, "preset", "profile", UNUSED, *_SETTINGS]
+                known = [*by_field, "preset", "profile", UNUSED, "require", *_SETTINGS]
                 nearest = (hint and hint(name)) or did_you_mean(str(name), known)
                 raise UnknownNameError(f"ops_implementation.{name}: no such field. {nearest}")
         choices = {
@@ -135,7 +139,8 @@ class OpsConfig:
         if "preset" not in section and (warn := load_if_installed(f"{_VEOMNI_CONFIGS}:warn_without_preset")):
             warn(choices.values(), registry.ops)
         allowed = _allowed_unused(unused, by_field)
-        return cls(preset, choices, registry, _modeling_backend(environ), profile, **settings, allow_unused=allowed)
+        backend = _modeling_backend(environ)
+        return cls(preset, choices, registry, backend, profile, **settings, require=require, allow_unused=allowed)
 
     def with_value(self, config_field: str, value: Any) -> OpsConfig:
         """A copy of this config with one field set to ``value``."""
@@ -191,7 +196,7 @@ def _allowed_unused(value: Any, fields: Iterable[str]) -> tuple[str, ...]:
     if isinstance(allowed, (str, Mapping)) or not isinstance(allowed, Collection):
         raise ConfigError(f"{UNUSED}: expected true, false, or a list of fields, {shown(value)}")
     for name in allowed:
-        if name not in fields:
+        if name not in [*fields]:
             raise UnknownNameError(f"{UNUSED}: there is no field {name!r}. {did_you_mean(str(name), fields)}")
     return tuple(allowed)
 

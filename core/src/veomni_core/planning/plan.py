@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from veomni_core.descriptions.field_types import from_data
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.sharding import WHOLE
+from veomni_core.planning.config import VERIFIED
 from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.tables import fit, render_table
 
@@ -58,6 +59,7 @@ class Plan:
             here; each with the command that checks it.
         overrides: which of torch's operators this process has replaced or given back
             (``torch.backends.python_native``); empty where it changed nothing, and for named hardware.
+        require: what the config required of every kernel.
         proven: the model that it was made for, as long as this process knows it; neither compared nor in the JSON.
 
     Example:
@@ -86,6 +88,7 @@ class Plan:
     profile_notes: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
     overrides: str = ""
+    require: tuple[str, ...] = ()
     proven: ProvenModel | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> str:
@@ -165,17 +168,22 @@ class Plan:
         hidden = [op.op_name for op in self.ops if not (op.sites or op.written or everything)]
         presets = " and ".join(dict.fromkeys(f"preset {op.preset}" for op in self.ops if not op.written))
         for op in self.ops:
-            groups = Counter((d.kernel, _what(d), _why(d)) for d in op.sites)
+            declared = f"; {DECLARED}"
+            groups = Counter(
+                (d.kernel, _what(d), d.reason + declared * (d.bound and d.site.declared)) for d in op.sites
+            )
+            asked = str(op.asked) if op.written else "(preset)"
             for (kernel, what, reason), count in groups.items():
-                rows.append((op.config_field, _asked(op), what, kernel, str(count), reason))
+                rows.append((op.config_field, asked, what, kernel, str(count), reason))
             if not op.sites and op.op_name not in hidden:
-                rows.append((op.config_field, _asked(op), "-", "-", "0", "the model has no such site"))
+                rows.append((op.config_field, asked, "-", "-", "0", "the model has no such site"))
         title = ", ".join(filter(None, [f"Plan for {self.conditions}", presets, f"sha256 {self.sha256[:12]}"]))
         columns = ["field", "asked", "variant, dtype", "kernel", "sites", "why"]
         if not any(op.written for op in self.ops):  # then the title says it
             columns.remove("asked")
             rows = [(row[0], *row[2:]) for row in rows]
         table = render_table(columns, rows, title)
+        standings = sorted({kernel.standing for kernel in self.kernels} - {""})
         notes = [
             *([f"no site for {len(hidden)} other ops; --all lists them"] if hidden else []),
             *(f"left out: {failure}" for failure in self.failed_rules),
@@ -183,7 +191,8 @@ class Plan:
             *self.profile_notes,
             *(f"passed by: {kernel}" for kernel in self.passed_by),
             *(f"as asked: {kernel}" for kernel in self.unverified),
-            *_standings(self.kernels),
+            *self.promises(),
+            *(f"{how}: {', '.join(str(k.spec) for k in self.kernels if k.standing == how)}" for how in standings),
         ]
         if self.overrides:
             notes.append(f"torch's operators in this process: {self.overrides}")
@@ -191,6 +200,20 @@ class Plan:
             notes.append(f"assumed of {self.hardware.describe()}, since it is not this machine:")
             notes += [f"  {assumption}" for assumption in self.assumptions]
         return "\n".join([table, *map(fit, notes)])
+
+    def promises(self, not_running: Collection[str] = ()) -> tuple[str, ...]:
+        """For each promise that was required: how many sites' kernels make it, and run (not those ``not_running``); and
+        what is not known to hold."""
+        sentences = []
+        for promise in (each for each in self.require if each != VERIFIED):
+            word, rest = promise.replace("_", "-"), Counter[str]()
+            for each in self.decisions:
+                kept = getattr(each.spec, promise, False) and each.site.path not in not_running
+                rest["" if kept else f"{each.site.op_name}:{each.runs}"] += 1
+            sentences.append(f"{word}: the kernels at {rest.pop('', 0)} sites promise it")
+            unknown = [*(f"{what} ({count})" for what, count in rest.items()), "code outside of sites"]
+            sentences.append(f"not known to be {word}: {', '.join(unknown)}")
+        return tuple(sentences)
 
     def identity(self) -> dict[str, dict[str, str]]:
         """What is hashed: ``sites`` says what runs at each ``op|path|rule|variant``, ``kernels`` whose code that is."""
@@ -202,7 +225,8 @@ class Plan:
             **use,
             **overrides,
             "sites": {
-                f"{op.op_name}|{decision.site.path}|{decision.site.rule}|{decision.site.variant}": _runs(decision)
+                f"{op.op_name}|{decision.site.path}|{decision.site.rule}|{decision.site.variant}": decision.runs
+                + ("" if decision.site.sharding == WHOLE else f" ({decision.site.sharding})")
                 for op in self.ops
                 for decision in op.sites
             },
@@ -210,31 +234,8 @@ class Plan:
         }
 
 
-def _standings(kernels: tuple[PlannedKernel, ...]) -> list[str]:
-    """A line for each way in which kernels stand on this machine."""
-    named: dict[str, list[str]] = {}
-    for kernel in kernels:
-        if kernel.standing:
-            named.setdefault(kernel.standing, []).append(str(kernel.spec))
-    return [f"{standing}: {', '.join(specs)}" for standing, specs in sorted(named.items())]
-
-
-def _runs(decision: SiteDecision) -> str:
-    """What runs at a site, and on how large a part of its parameters."""
-    sharding = decision.site.sharding
-    return decision.runs if sharding == WHOLE else f"{decision.runs} ({sharding})"
-
-
-def _asked(op: OpDecision) -> str:
-    return str(op.asked) if op.written else "(preset)"
-
-
 def _what(decision: SiteDecision) -> str:
     """The variant and the dtypes of the site's inputs, and on a further line how its parameters are divided."""
     sharding = "" if decision.site.sharding == WHOLE else str(decision.site.sharding)
     kind = ", ".join(filter(None, [decision.site.variant or "?", " or ".join(decision.dtypes)]))
     return "\n".join(filter(None, [kind, sharding]))
-
-
-def _why(decision: SiteDecision) -> str:
-    return f"{decision.reason}; {DECLARED}" if decision.bound and decision.site.declared else decision.reason

@@ -50,7 +50,7 @@ def raise_problems(
     if siteless:
         raise NoSiteError("\n".join([*siteless, *failed_rules]))
     for unused in allowed:
-        logger.warning("allow_unused: %s", unused)
+        logger.warning("allow_unused: %s", unused.partition(";")[0])
 
 
 def _decided(op: OpDecision, choice: Choice) -> Iterable[tuple[Group, tuple[SiteDecision, ...]]]:

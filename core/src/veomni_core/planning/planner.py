@@ -135,11 +135,11 @@ def _plan(
         hardware = registry.named_hardware(hardware)
     hardware = hardware or registry.detect_hardware()
     autocast = _autocast_name(autocast)
-    evidence, certified_only = evidence_on(hardware), config.require == VERIFIED
+    evidence = evidence_on(hardware)
     times = times_on(registry, hardware, evidence) if times_on else None
     loads = loads and hardware.detected
     selection = Selection(
-        registry, hardware, config.profile, autocast, training, evidence, certified_only, times, loads=loads
+        registry, hardware, config.profile, autocast, training, evidence, config.require, times, loads=loads
     )
     by_op: dict[str, list[Site]] = {}
     for site in sites:
@@ -149,7 +149,7 @@ def _plan(
     if config.backend != "hf":
         raise_problems(ops, config, selection, failed_rules)
     kernels = tuple(_planned_kernels(ops, registry, evidence if hardware.detected else None))
-    assumptions = () if hardware.detected else _assumptions(kernels, hardware, certified_only)
+    assumptions = () if hardware.detected else _assumptions(kernels, hardware, VERIFIED in config.require)
     passed_by = tuple(selection.passed_by)
     overrides = load_if_installed("veomni_ops.torch_overrides:changed_overrides") if hardware.detected else None
     return Plan(
@@ -158,6 +158,7 @@ def _plan(
         profile_notes=tuple(times.notes()) if times else (),
         unverified=tuple(_unverified(ops, selection)) if hardware.detected else (),
         overrides=overrides() if overrides else "",
+        require=config.require,
     )
 
 

@@ -12,6 +12,7 @@ from veomni_core.descriptions.references import load_attribute
 from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.errors import ConfigError, KernelLoadError
 from veomni_core.planning.choice import AUTO, Requested
+from veomni_core.planning.config import VERIFIED
 from veomni_core.planning.evidence import HERE, NEVER, Evidence, Times
 from veomni_core.sites.site import Site
 
@@ -58,7 +59,7 @@ class Selection:
     """Selects kernels for one registry, hardware, autocast dtype and use. Results are cached: most sites are alike.
 
     Attributes:
-        certified_only: a kernel must have a certificate of this machine in the dtypes of its site.
+        require: what the config asks of each kernel: ``verified``, and fields of its spec that promise something.
         times: of training; ``auto`` goes by what was measured before it goes by ranks.
         loads: ``auto`` takes no kernel that can't be imported.
         passed_by: the kernels that :meth:`choose` passed by for what ``veomni verify`` says of them here, and how.
@@ -70,7 +71,7 @@ class Selection:
     autocast: str | None = None
     training: bool = True
     evidence: Evidence = field(default_factory=Evidence)
-    certified_only: bool = False
+    require: tuple[str, ...] = ()
     times: Times | None = None
     loads: bool = False
 
@@ -138,7 +139,9 @@ class Selection:
 
     def why_not(self, spec: KernelSpec) -> tuple[str, ...]:
         """The reasons why ``spec`` can't run on this hardware, as phrases; empty if it can."""
-        reasons = spec.hardware.unmet(self.hardware)
+        lacking = (each.replace("_", "-") for each in self.require if not getattr(spec, each, True))
+        lacks = (f"does not promise to be {each}, as require asks" for each in lacking)
+        reasons = (*spec.hardware.unmet(self.hardware), *lacks)
         if self.training and not spec.backward:
             return (*reasons, "has no backward, and training needs one")
         return reasons
@@ -150,7 +153,7 @@ class Selection:
 
     def unverified(self, spec: KernelSpec, dtypes: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Why ``spec`` must be verified first, in one of ``dtypes`` or, without any, in any; empty if it may run."""
-        reason = spec.must_pass_first(self.hardware) or ("require: verified asks for that" * self.certified_only)
+        reason = spec.must_pass_first(self.hardware) or ("require: verified asks for that" * (VERIFIED in self.require))
         if not reason or not self.hardware.detected or self.failures(spec, dtypes):
             return ()
         why = not_certified(self.evidence, spec, self.registry.plugin_of(spec), reason, dtypes)

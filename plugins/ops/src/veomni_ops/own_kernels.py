@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
@@ -24,9 +27,9 @@ class KernelRegistry:
 
     They are kernels as any plugin's: listed, planned, checked, and in the receipt, where their distribution is
     ``this-process`` and their version a hash of the file that has the factory; in a notebook, each registration has a
-    version of its own. No other process knows them. So each rank registers them, as it does where all run one script,
-    and the command ``veomni`` and ``VEOMNI_FROZEN`` don't know them. ``auto`` takes one once
-    ``bind(..., verify=True)`` has passed it.
+    version of its own, and so has a function that was defined anew. No other process knows them. So each rank registers
+    them, as it does where all run one script, and the command ``veomni`` and ``VEOMNI_FROZEN`` don't know them.
+    ``auto`` takes one once ``bind(..., verify=True)`` has passed it.
 
     Example:
         >>> from veomni_core import KERNEL_REGISTRY, KernelSpec, discover
@@ -42,7 +45,8 @@ class KernelRegistry:
     """
 
     def __init__(self) -> None:
-        self._kernels: dict[tuple[str, str, str], tuple[KernelSpec, str]] = {}  # each with its version
+        # Each with its version, and with what its factory's name stood for then.
+        self._kernels: dict[tuple[str, str, str], tuple[KernelSpec, str, Any]] = {}
 
     def register(self, spec: KernelSpec) -> None:
         """Add ``spec`` to what is discovered in this process from now on.
@@ -53,12 +57,14 @@ class KernelRegistry:
             SpecError: its op or variant is unknown, or an installed plugin, or other code, has that kernel already.
             LockMismatchError: ``VEOMNI_FROZEN`` is set. A lock file has only what is installed.
         """
+        if not isinstance(spec, KernelSpec):
+            raise SpecError(f"register takes KernelSpec(name, op_name, variant, factory), not {spec!r}")
         spec = _here(spec)
-        known, _ = self._kernels.get(spec.key, (spec, ""))
+        known, *_ = self._kernels.get(spec.key, (spec,))
         if known.factory != spec.factory:
             raise SpecError(f"{spec} is registered already, with {known.factory}: unregister that, or name this anew")
         before = self._kernels
-        self._kernels = {**before, spec.key: (spec, _version_of(_module_of(spec)))}
+        self._kernels = {**before, spec.key: (spec, _version_of(_module_of(spec)), _code_of(spec))}
         try:
             if problem := _problem(discover()):
                 raise SpecError(problem)
@@ -73,7 +79,10 @@ class KernelRegistry:
     def records(self) -> list[PluginRecord]:
         """The kernels as discovery has a plugin's: a record for each state of the code that has some."""
         by_code: dict[tuple[str, str], list[KernelSpec]] = {}
-        for spec, version in self._kernels.values():
+        for key, (spec, version, code) in [*self._kernels.items()]:
+            if code not in (None, now := _code_of(spec)):  # defined anew since: other code, which passed no check
+                version = _version_of("")
+                self._kernels[key] = (spec, version, now)
             by_code.setdefault((_module_of(spec), version), []).append(spec)
         return [
             PluginRecord(THIS_PROCESS, THIS_PROCESS, version, module, kernels=tuple(kernels))
@@ -86,6 +95,14 @@ KERNEL_REGISTRY = KernelRegistry()
 
 def _module_of(spec: KernelSpec) -> str:
     return str(spec.factory).partition(":")[0]
+
+
+def _code_of(spec: KernelSpec) -> Any:
+    """What the factory's name stands for now; ``None`` where its module is not imported, or has no such name."""
+    module, _, name = str(spec.factory).partition(":")
+    with suppress(AttributeError):
+        return attrgetter(name)(sys.modules.get(module))
+    return None
 
 
 def _here(spec: KernelSpec) -> KernelSpec:

@@ -16,7 +16,7 @@ from veomni_patchgen.drift import drifted, moved
 from veomni_patchgen.errors import PatchError
 from veomni_patchgen.generation import Generated, generate
 from veomni_patchgen.patch_file import configs_in, load_patches
-from veomni_patchgen.source import Source, read_source
+from veomni_patchgen.source import Source, read_code, read_source
 
 
 def patchgen(
@@ -62,6 +62,10 @@ def patchgen(
         ]
         print(render_table(("patches in", "of", "written to", "patches"), rows))
         return
+    files = [(output or _beside(name)) / config.target_file for name, config in found]
+    for file in files:
+        if files.count(file) > 1:
+            raise ConfigError(f"{files.count(file)} configs write {file}: give them other names, or -o other folders")
     for name, config in found:
         folder = output or _beside(name)
         try:
@@ -69,9 +73,7 @@ def patchgen(
         except PatchError as error:
             if not check:
                 raise
-            file = folder / config.target_file
-            upstream = _other(config, source) or read_source(config.source_module)
-            for line in (*str(error).splitlines(), *(moved(config, upstream, file) if file.is_file() else ())):
+            for line in (*str(error).splitlines(), *_moved(config, source, folder / config.target_file)):
                 print(fit(f"{name}: {line}"))
             failed = True
             continue
@@ -85,6 +87,14 @@ def patchgen(
             print(fit(f"  {note}"))
     if failed:
         raise typer.Exit(1)
+
+
+def _moved(config: PatchConfig, source: Path | None, file: Path) -> list[str]:
+    """What moved upstream under patches that no longer fit; nothing where a file can't be read, which is said."""
+    try:
+        return moved(config, _other(config, source) or read_source(config.source_module), file)
+    except (ConfigError, PatchError):
+        return []
 
 
 def _checked(generated: Generated, folder: Path, fix: bool, proves: bool) -> bool:
@@ -126,7 +136,7 @@ def _other(config: PatchConfig, file: Path | None) -> Source | None:
         return None
     if not file.is_file():
         raise ConfigError(f"--source {file}: there is no such file")
-    return Source(config.source_module, file.read_text(encoding="utf-8"), read_source(config.source_module).version)
+    return Source(config.source_module, read_code(file), read_source(config.source_module).version)
 
 
 def _files(name: str) -> Iterator[str]:
@@ -143,7 +153,11 @@ def _has_config(path: Path) -> bool:
     text = path.read_text(encoding="utf-8", errors="replace")
     if "PatchConfig" not in text:
         return False
-    made = [each.value for each in ast.parse(text).body if isinstance(each, (ast.Assign, ast.AnnAssign)) and each.value]
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError):
+        return True  # importing it says what is wrong
+    made = [each.value for each in body if isinstance(each, (ast.Assign, ast.AnnAssign)) and each.value]
     calls = (node.func for value in made for node in ast.walk(value) if isinstance(node, ast.Call))
     return any(getattr(called, "id", getattr(called, "attr", "")) == "PatchConfig" for called in calls)
 

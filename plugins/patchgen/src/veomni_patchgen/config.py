@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,13 @@ class PatchConfig:
     def __init__(
         self, source_module: str, target_file: str, description: str = "", inherits: PatchConfig | None = None
     ) -> None:
+        if not isinstance(source_module, str) or not (inherits is None or isinstance(inherits, PatchConfig)):
+            raise PatchError("PatchConfig(source_module=...) is a module's dotted name, and inherits= a PatchConfig")
+        if not re.fullmatch(r"[\w.-]+\.py", str(target_file)):
+            raise PatchError(
+                f"PatchConfig(target_file={target_file!r}): write a file's name, such as 'patched_modeling_qwen3.py'; "
+                "veomni patchgen -o names the folder"
+            )
         self.source_module, self.target_file, self.description = source_module, target_file, description
         self.inherits = inherits
         self.patches: list[Patch] = []
@@ -123,8 +131,13 @@ class PatchConfig:
         """This config's patches, after the inherited ones that it doesn't replace.
 
         Raises:
-            PatchError: two of its own patches have the same target.
+            PatchError: two of its own patches have the same target, or it inherits itself.
         """
+        above = list[PatchConfig]()
+        while (each := above[-1].inherits if above else self.inherits) is not None:
+            if each is self or each in above:
+                raise PatchError(f"{self.target_file}: its config inherits itself")
+            above.append(each)
         own: dict[str, Patch] = {}
         for patch in self.patches:
             if patch.target in own:

@@ -6,6 +6,7 @@ import ast
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ def drifted(generated: Generated, folder: Path) -> list[str]:
     file = folder / generated.config.target_file
     if not file.is_file():
         return [f"{file} is missing"]
-    text = file.read_text(encoding="utf-8")
+    text = _read(file)
     beside = file.with_suffix(".diff")
     if _laid_out(text) == _laid_out(generated.text):
-        stale = not beside.is_file() or beside.read_text(encoding="utf-8") != generated.diff
+        stale = not beside.is_file() or _read(beside) != generated.diff
         return [f"{beside} is missing or old"] if stale else []
     try:
         record = record_of(file)
@@ -59,16 +60,22 @@ def moved(config: PatchConfig, source: Source, file: Path) -> list[str]:
         return found
     found.insert(0, _changed(source, record))
     beside = file.with_suffix(".diff")
-    text, _ = formatted(file.read_text(encoding="utf-8"))
-    text = upstream_before(text, beside.read_text(encoding="utf-8") if beside.is_file() else "") or ""
+    text, _ = formatted(_read(file))
+    text = upstream_before(text, _read(beside) if beside.is_file() else "") or ""
     before = Source(source.name, text)
     if before.digest != record["sha256"]:
         return [*found, f"which lines can't be said, since {beside.name} doesn't belong to {file.name}"]
     return [*found, *(line for each in patches.values() for line in moved_lines(each, before, source))]
 
 
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")  # what isn't text was edited
+
+
 def _laid_out(text: str) -> str:
-    return formatted(text, "format.skip-magic-trailing-comma=true")[0]  # which shorter lines have brought
+    with suppress(RuntimeError):  # it was edited, and is no Python
+        return formatted(text, "format.skip-magic-trailing-comma=true")[0]  # which shorter lines have brought
+    return text
 
 
 def _changed(source: Source, record: Mapping[str, Any]) -> str:

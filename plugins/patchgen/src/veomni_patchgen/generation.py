@@ -87,6 +87,8 @@ def generate(config: PatchConfig, source: Source | None = None, without: Collect
         supplies.notes += _not_reached(patch, source)
     if errors:
         raise PatchError("\n".join(errors))
+    if not source.tree.body:
+        raise PatchError(f"{source.name} is empty")
     module.leave_out_unused()
     supplies.build_own_classes()
     module.filter_lists(config.excluded)
@@ -118,6 +120,7 @@ def _apply(patch: Patch, module: ModuleText, supplies: Supplies) -> None:
         code, rename = _code(patch, supplies)
         upstream = before
         if method:
+            _refuse_several(patch.title, before, method, module.source)
             owned = inherited_method(owner, method, module.source) if patch.kind == OVERRIDE else None
             upstream = method_of(owned[1], method) if owned else None
         if patch.kind == OVERRIDE:
@@ -132,6 +135,15 @@ def _apply(patch: Patch, module: ModuleText, supplies: Supplies) -> None:
     if _same(before, after):
         raise PatchError(f"{patch.title} changes nothing: upstream's code is the same. Remove the patch")
     module.replace(owner, after)
+
+
+def _refuse_several(title: str, owner: cst.ClassDef, method: str, source: Source) -> None:
+    """Raise PatchError if a class's body defines ``method`` twice. A property's parts and overloads don't count."""
+    own = [each for each in owner.body.body if isinstance(each, cst.FunctionDef) and each.name.value == method]
+    parts = ("setter", "getter", "deleter", "overload")
+    whole = [each for each in own if not any(source_of(one.decorator).endswith(parts) for one in each.decorators)]
+    if len(whole) > 1:
+        raise PatchError(f"{title}: {source.name} defines it {len(whole)} times; replace the class")
 
 
 def _not_reached(patch: Patch, source: Source) -> list[str]:

@@ -18,7 +18,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 from veomni_core.errors import ConfigError, did_you_mean
 from veomni_patchgen.config import PatchConfig
 from veomni_patchgen.errors import PatchError
-from veomni_patchgen.source import Source, read_source
+from veomni_patchgen.source import Source, read_code, read_source
 
 _NOT_THERE = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
 
@@ -32,6 +32,8 @@ def load_patches(name: str) -> ModuleType:
     """
     try:
         return _imported(name)
+    except SyntaxError as error:
+        raise PatchError(f"{name} can't be imported: {error}") from error
     except ImportError as error:
         match = _NOT_THERE.match(str(error))
         nearest = did_you_mean(match[1], read_source(match[2]).statements) if match else "Install it, or leave it out"
@@ -76,7 +78,7 @@ class PatchFile:
 
     def __init__(self, module: ModuleType, path: Path) -> None:
         self.module = module
-        self.source = Source(module.__name__, path.read_text(encoding="utf-8"))
+        self.source = Source(module.__name__, read_code(path))
         if package := getattr(module, "__package__", ""):
             self.source = Source(f"{package}.{module.__name__.rpartition('.')[2]}", self.source.text)
 

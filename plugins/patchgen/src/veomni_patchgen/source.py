@@ -46,7 +46,11 @@ class Source:
 
     @functools.cached_property
     def tree(self) -> cst.Module:
-        return cst.parse_module(self.text)
+        try:
+            return cst.parse_module(self.text)
+        except cst.ParserSyntaxError as error:
+            what = f"line {error.raw_line}: {error.message}"
+            raise PatchError(f"{self.name} is no Python that can be read here, {what}") from None
 
     @functools.cached_property
     def statements(self) -> Mapping[str, cst.BaseStatement]:
@@ -76,6 +80,9 @@ class Source:
             PatchError: there is none; the message has the nearest name.
         """
         found = self.statements.get(name)
+        times = sum(getattr(getattr(each, "name", None), "value", None) == name for each in self.tree.body)
+        if times > 1:
+            raise PatchError(f"{self.name} defines {name} {times} times, and a patch can't say which one it is for")
         if isinstance(found, kind):
             return found
         known = [each for each, statement in self.statements.items() if isinstance(statement, kind)]
@@ -93,10 +100,22 @@ def read_source(module: str) -> Source:
     for folder in (spec.submodule_search_locations or () if spec else ()) if rest else ():
         for path in (Path(folder, *rest).with_suffix(".py"), Path(folder, *rest, "__init__.py")):
             if path.is_file():
-                return _kept(module, path.read_text(encoding="utf-8"), _version(top))
-    if spec and spec.origin and not rest:
-        return _kept(module, Path(spec.origin).read_text(encoding="utf-8"), _version(top))
+                return _kept(module, read_code(path), _version(top))
+    if spec and spec.has_location and spec.origin and not rest:
+        return _kept(module, read_code(Path(spec.origin)), _version(top))
     raise PatchError(f"{module} is not installed here, so its code can't be read. Install it, or correct its name")
+
+
+def read_code(path: Path) -> str:
+    """The text of a Python file, in the encoding that it says.
+
+    Raises:
+        PatchError: it is no text, or says an encoding that it is not in.
+    """
+    try:
+        return importlib.util.decode_source(path.read_bytes())
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise PatchError(f"{path} is no Python source that can be read: {error}") from None
 
 
 @functools.lru_cache(maxsize=64)

@@ -26,7 +26,11 @@ def record_of(path: Path) -> Mapping[str, Any]:
     """
     if not path.is_file():
         raise ConfigError(f"model.modeling: {path}: there is no such file. veomni patchgen PATCH -o DIR writes it")
-    for each in ast.parse(path.read_text(encoding="utf-8")).body:
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"model.modeling: {path} is no Python: {error}. veomni patchgen writes it anew") from None
+    for each in body:
         if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name) and each.targets[0].id == RECORD:
             return ast.literal_eval(each.value)  # type: ignore[no-any-return]
     raise ConfigError(f"model.modeling: {path} was not written by veomni patchgen: it has no {RECORD}")

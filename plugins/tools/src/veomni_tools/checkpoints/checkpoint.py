@@ -169,6 +169,8 @@ class Checkpoint:
 
     def _place_one(self, name: str, stem: str, expert: int, leaf: str) -> bool:
         """Whether ``name`` is one expert's tensor of an expert parameter of the model."""
+        if name != f"{stem}.{expert}.{leaf}" or expert < 0:  # experts.01 would take the place of experts.1
+            return False
         down, _ = self._renames(f"{stem}.down_proj")
         path = down.removesuffix("down_proj")
         for first in ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"):

@@ -21,7 +21,7 @@ from veomni_transformers.stored_layouts import decided_by_shape
 
 _FIRST = ("gate_up_proj", "up_proj")
 _GENERIC = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
-_ONE = re.compile(r"(.+)\.(\d+)\.(\w+\.(?:weight|bias))")
+_ONE = re.compile(r"(.+)\.(-?\d{1,4000})\.(\w+\.(?:weight|bias))")
 
 
 class Layout(StrEnum):

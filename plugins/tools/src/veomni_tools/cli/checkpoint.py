@@ -111,12 +111,9 @@ def convert(
     )
     what = f"experts {layout}" if read.parameters else f"as {read.converter} gives it"
     print(fit(f"{target}: {written} files written, {what}, {read.files.nbytes:,} bytes"))
-    if read.missing or read.extra:
-        print(
-            fit(
-                f"as in {source}: {len(read.missing)} keys missing, {len(read.extra)} extra (veomni checkpoint inspect)"
-            )
-        )
+    if read.missing or read.extra or read.misshapen:
+        keys = f"{len(read.missing)} keys missing, {len(read.extra)} extra, {len(read.misshapen)} of other shapes"
+        print(fit(f"as in {source}: {keys} (veomni checkpoint inspect)"))
     if read.parameters and wanted not in (reads := readable(read)):
         others = " or ".join(reads)
         print(

@@ -8,7 +8,7 @@ from typing import Any
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.planning.choice import AUTO, Requested
-from veomni_core.planning.config import VERIFIED, OpsConfig
+from veomni_core.planning.config import OpsConfig
 from veomni_core.planning.evidence import evidence_on
 from veomni_core.planning.selection import Selection
 from veomni_core.sites.find import search
@@ -61,9 +61,8 @@ class Survey:
         return self._selection().choose(surveyed.kind.op_name, (Requested(AUTO),), surveyed.site).kernel
 
     def _selection(self) -> Selection:
-        only_certified = self.ops.require == VERIFIED
         return Selection(
             *(self.ops.registry, self.hardware, {}, self._autocast),
             evidence=evidence_on(self.hardware),
-            certified_only=only_certified,
+            require=self.ops.require,
         )

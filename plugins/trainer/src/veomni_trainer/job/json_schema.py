@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from veomni_core import Registry, discover
-from veomni_core.commands import AUTO, EAGER, ON_CHANGE, TRAINING_LOGITS, known_presets
+from veomni_core.commands import AUTO, EAGER, ON_CHANGE, REQUIREMENTS, TRAINING_LOGITS, known_presets
 from veomni_trainer.job.schema import Job
 from veomni_transformers.jobs.job_model import ALIASES, DTYPES
 
@@ -36,7 +36,10 @@ def _ops_implementation(registry: Registry) -> dict[str, Any]:
         "profile": {"description": "Measured milliseconds, by op and kernel.", "type": "object"},
         "on_change": {"description": "What follows when a bound module's settings change.", "enum": [*ON_CHANGE]},
         "training_logits": {"description": "The logits of a step with a fused loss.", "enum": [*TRAINING_LOGITS]},
-        "require": {"description": "Which kernels must be certified here.", "enum": ["nothing", "verified"]},
+        "require": {
+            "description": "What every kernel must be.",
+            "anyOf": [{"enum": [*REQUIREMENTS]}, {"type": "array", "items": {"enum": [*REQUIREMENTS]}}],
+        },
         "allow_unused": {"description": "The fields whose op the model may lack.", "type": ["boolean", "array"]},
     }
     for op in sorted(registry.ops.values(), key=lambda op: op.config_field):
