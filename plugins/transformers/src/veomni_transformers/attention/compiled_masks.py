@@ -7,7 +7,7 @@ row counts as packed there, and attention gets a mask: with sdpa on an H100 that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -35,11 +35,9 @@ def without_masks_of_plain_rows(model: nn.Module, owner: str) -> Iterator[Change
         if vars(module).get("config") is not config:
             continue
         forward = current_forward(module)
-        builders = dict(_builders(forward))
         proven = {
             name: partial(_unless_plain, build, name == _SLIDING)
-            for name, build in builders.items()
-            if _gets_consecutive_positions(module, forward, name, builders)
+            for name, build in _given_consecutive_positions(module, forward, dict(_builders(forward)))
         }
         if proven:
             yield ForwardChange(module, _forward(forward, with_globals(forward, proven)))
@@ -54,23 +52,28 @@ def _builders(forward: Function) -> Iterator[tuple[str, Function]]:
             yield name, value
 
 
-def _gets_consecutive_positions(module: Any, forward: Function, builder: str, builders: Iterable[str]) -> bool:
-    """Whether ``forward``, which is given embeddings alone, builds its mask for positions that rise by one.
+def _given_consecutive_positions(
+    module: Any, forward: Function, builders: Mapping[str, Function]
+) -> Iterator[tuple[str, Function]]:
+    """Those of ``builders`` that ``forward``, given embeddings alone, calls for positions that rise by one.
 
-    It runs until it calls ``builder``, or without it until the first layer.
+    It runs until its first layer.
     """
-    seen: list[Any] = []
+    seen: dict[str, list[Tensor | None]] = {name: [] for name in builders}
 
-    def stop(*args: Any, position_ids: Tensor | None = None, **call: Any) -> None:
-        seen.append(position_ids)
-        raise InterruptedError
+    def record(name: str, *args: Any, position_ids: Tensor | None = None, **call: Any) -> None:
+        seen[name].append(position_ids)
 
-    spies: dict[str, Function] = dict.fromkeys(builders, lambda *args, **call: None)
-    run = with_globals(forward, {**spies, builder: stop})
+    if not builders:
+        return
+    run = with_globals(forward, {name: partial(record, name) for name in builders})
     embeddings = torch.zeros(_ROWS, _LENGTH, getattr(module.config, "hidden_size", 1))
     with torch.no_grad():
         probe.attempt(lambda: run(_without_layers(module), inputs_embeds=embeddings, use_cache=False))
-    return bool(seen) and (seen[0] is None or bool((seen[0].diff(dim=-1) == 1).all()))
+    for name, build in builders.items():
+        rising = [positions is None or bool((positions.diff(dim=-1) == 1).all()) for positions in seen[name]]
+        if rising and all(rising):
+            yield name, build
 
 
 class _Stop(nn.Module):
