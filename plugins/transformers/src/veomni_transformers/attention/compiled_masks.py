@@ -59,10 +59,10 @@ def _given_consecutive_positions(
 
     It runs until its first layer.
     """
-    seen: dict[str, list[Tensor | None]] = {name: [] for name in builders}
+    rising: dict[str, list[bool]] = {name: [] for name in builders}
 
     def record(name: str, *args: Any, position_ids: Tensor | None = None, **call: Any) -> None:
-        seen[name].append(position_ids)
+        rising[name].append(position_ids is None or bool((position_ids.diff(dim=-1) == 1).all()))
 
     if not builders:
         return
@@ -70,10 +70,7 @@ def _given_consecutive_positions(
     embeddings = torch.zeros(_ROWS, _LENGTH, getattr(module.config, "hidden_size", 1))
     with torch.no_grad():
         probe.attempt(lambda: run(_without_layers(module), inputs_embeds=embeddings, use_cache=False))
-    for name, build in builders.items():
-        rising = [positions is None or bool((positions.diff(dim=-1) == 1).all()) for positions in seen[name]]
-        if rising and all(rising):
-            yield name, build
+    yield from ((name, build) for name, build in builders.items() if rising[name] and all(rising[name]))
 
 
 class _Stop(nn.Module):
