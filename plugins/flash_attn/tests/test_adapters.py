@@ -45,6 +45,7 @@ def test_each_adapter_computes_what_it_declares_and_refuses_the_rest(kernel, dty
     contract = CONTRACTS["standard"]
     samples = [each for draw in (contract.samples, contract.beyond_a_tile) for each in draw(CPU, getattr(torch, dtype))]
     beyond = {each.name for each in samples if not {*each.needs} <= COMPUTED | OWN.get(name, set())}
+    beyond |= {"heads of 256"} if name == "flash_attention_4" else set()
     assert refused == {f"{sample} (refused)" for sample in beyond | {"second derivatives"}}
 
 
