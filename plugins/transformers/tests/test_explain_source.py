@@ -70,5 +70,7 @@ def test_the_command_finds_the_module_or_the_nearest(capsys):
     assert "moe_experts/standard: grouped_mm" in printed and "veomni_torch.moe_experts.standard, line" in printed
     with pytest.raises(ConfigError, match=r"has no module model\.nrm. Did you mean 'model.norm'"):
         explain("qwen3_moe", source="model.nrm")
+    with pytest.raises(ConfigError, match=r"has no module nope\. Known: lm_head, model, "):
+        explain("qwen3_moe", source="nope")
     with pytest.raises(ConfigError, match="prints code, not JSON"):
         explain("qwen3_moe", source="model.norm", json=True)

@@ -172,11 +172,18 @@ def test_a_written_plan_divides_experts_as_the_model_s_own_does():
             r"along their first dimension.* takes no \S+gate_up_proj: S\(1\)",
         ),
         ({"ep": {}, "emb": {"model.embed_tokens.weight": Shard(0)}}, "takes no emb"),
+        (None, "extra_parallel_plan is {'ep': {path: Shard"),
+        ({"ep": ["experts"]}, "extra_parallel_plan is {'ep': {path: Shard"),
     ],
 )
 def test_a_written_plan_that_does_not_fit_is_refused(plan, message):
     with pytest.raises(ConfigError, match=message):
         plan_of("qwen3_moe", fsdp_size=2, ep_size=2, ep_plan=ParallelPlan(extra_parallel_plan=plan))
+
+
+def test_a_written_plan_is_printed_without_shapes():
+    plan = ParallelPlan(extra_parallel_plan={"ep": {f"{EXPERTS}.gate_up_proj": Shard(0)}})
+    assert f"{EXPERTS}.gate_up_proj │ -     │ 0" in plan.table()
 
 
 def test_a_model_s_own_plan_of_parameters_that_its_experts_lack_is_refused():

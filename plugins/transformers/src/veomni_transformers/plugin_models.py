@@ -127,8 +127,21 @@ def is_converted_by_plugin(model: Any, folder: Path) -> bool:
     """Whether the model has a converter that takes one of the tensors in ``folder``. Reads headers alone."""
     converter = converter_for(model)
     return converter is not None and any(
-        converter.can_handle(name) for file in folder.glob("*.safetensors") for name in _names(file)
+        handles(converter, name, folder) for file in folder.glob("*.safetensors") for name in _names(file)
     )
+
+
+def handles(converter: CheckpointTensorConverter, name: str, folder: Path) -> bool:
+    """Whether ``converter`` takes the stored tensor ``name`` of ``folder``.
+
+    Raises:
+        CheckpointError: the converter fails.
+    """
+    try:
+        return bool(converter.can_handle(name))
+    except Exception as error:  # whatever a plugin's code raises
+        why = f"can_handle({name!r}) failed: {type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder} can't be read by {type(converter).__name__}: {why}") from error
 
 
 def refuse_converted(folder: Path, converts: bool) -> None:
@@ -166,6 +179,8 @@ def run_converter(
     found = set()
     try:
         for each in _converted(converter, stored):
+            if not (isinstance(getattr(each, "name", None), str) and isinstance(getattr(each, "tensor", None), Tensor)):
+                raise TypeError(f"it gives {each!r}, and is to give ConvertedCheckpointTensor(name, tensor)")
             if each.name in found:
                 raise CheckpointError(f"{folder}: {each.name} is there twice once it is converted")
             found.add(each.name)

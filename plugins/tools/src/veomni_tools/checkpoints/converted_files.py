@@ -13,7 +13,7 @@ from transformers.core_model_loading import dot_natural_key
 
 from veomni_core.errors import CheckpointError
 from veomni_tools.checkpoints.weight_files import StoredTensor, WeightFiles
-from veomni_transformers.plugin_models import CheckpointTensorConverter, run_converter
+from veomni_transformers.plugin_models import CheckpointTensorConverter, handles, run_converter
 
 _KEPT = 2**30  # bytes of converted tensors in memory, beside those that the converter itself holds
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
@@ -38,7 +38,7 @@ class ConvertedFiles(WeightFiles):
         self._make, self._stored, converter = make, self.tensors, make()
         self.converter = type(converter).__name__
         names = sorted(self.tensors, key=dot_natural_key)
-        self.taken = [name for name in names if converter.can_handle(name)]
+        self.taken = [name for name in names if handles(converter, name, folder)]
         self.tensors = {name: each for name, each in self.tensors.items() if name not in {*self.taken}}
         self._order: dict[str, int] = {}
         last = [Path()]
@@ -66,6 +66,12 @@ class ConvertedFiles(WeightFiles):
             each = next(self._running, None)
             if each is None:
                 raise CheckpointError(f"{self.folder}: {self.converter} gives {name} for shapes alone, not for values")
+            said, found = self.tensors.get(each.name), (_NAMES.get(each.tensor.dtype), tuple(each.tensor.shape))
+            if said and (found != (said.dtype, said.shape) or each.tensor.is_meta):
+                raise CheckpointError(
+                    f"{self.folder}: {self.converter} gives {each.name} as {said.dtype} {[*said.shape]} for shapes, "
+                    f"and as {found[0]} {[*found[1]]} on {each.tensor.device} for values"
+                )
             self._values[each.name] = each.tensor
             self._at += 1
             while len(self._values) > 1 and sum(kept.nbytes for kept in self._values.values()) > _KEPT:

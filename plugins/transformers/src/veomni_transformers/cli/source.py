@@ -32,7 +32,7 @@ def source(
     where = "" if path == "." else path
     known = [name for name, _ in built.named_modules()]
     if where not in known:
-        raise ConfigError(f"--source: {type(built).__name__} has no module {path}. {did_you_mean(path, known)}")
+        raise ConfigError(f"--source: {type(built).__name__} has no module {path}. {did_you_mean(path, known[1:])}")
     for line in said(built.get_submodule(where), where, plan):
         print(line)
 

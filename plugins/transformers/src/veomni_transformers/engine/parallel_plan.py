@@ -51,6 +51,11 @@ class ParallelPlan:
     tp: Mapping[str, Shard] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        plans = self.extra_parallel_plan
+        if not isinstance(plans, Mapping) or not all(isinstance(each, Mapping) for each in plans.values()):
+            raise ConfigError(f"extra_parallel_plan is {{'ep': {{path: Shard(0)}}}}, not {plans!r}")
+
     def ep_styles(self) -> dict[str, str]:
         """The plan for experts, as the engine writes it.
 
@@ -72,7 +77,7 @@ class ParallelPlan:
         """One row for each parameter and way of dividing it."""
         ways = {**self.extra_parallel_plan, "tp": self.tp}
         rows = [
-            (way, path, " x ".join(map(str, self.shapes[path])), str(shard.dim))
+            (way, path, " x ".join(map(str, self.shapes.get(path, "-"))), str(shard.dim))
             for way, plan in ways.items()
             for path, shard in plan.items()
         ]
