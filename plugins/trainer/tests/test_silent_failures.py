@@ -169,8 +169,10 @@ def test_variables_in_paths_are_replaced_or_named(
     job = load_job(write_job(job_data))
     assert job.data.files == str(tmp_path / "text" / "a.txt")
     assert job.train.output_dir == str(tmp_path / "text" / "run")
-    with pytest.raises(JobFileError, match=r"train\.output_dir: \$NOWHERE/run names \$NOWHERE"):
-        load_job(write_job(job_data), ["train.output_dir=$NOWHERE/run"])
+    for key in ("train.output_dir", "data.cache", "data.files", "data.tokenizer", "model.weights", "model.config"):
+        for name, missing in (("$NOWHERE/run", r"\$NOWHERE"), ("~nobody-here/run", "~nobody-here")):
+            with pytest.raises(JobFileError, match=f"run names {missing}, and there is no such variable"):
+                load_job(write_job(job_data), [f"{key}={name}"])
 
 
 def test_an_added_row_is_trained_by_a_resized_model() -> None:

@@ -18,7 +18,7 @@ from veomni_trainer.data.documents import Example
 from veomni_trainer.data.tokens import ByteTokenizer, PretrainedTokenizer, has_tokenizer, load_tokenizer
 from veomni_trainer.job.load import parse_job
 from veomni_trainer.run.check import check_job
-from veomni_trainer.setup.tokenizer import job_tokenizer
+from veomni_trainer.setup.tokenizer import job_tokenizer, other_ids
 
 pytestmark = pytest.mark.thorough
 
@@ -121,6 +121,16 @@ def test_another_tokenizer_and_template_may_be_named(job_data: dict[str, Any], m
     )
     assert chosen.vocab_size > 320
     assert chosen.chats.chat_template == MARKED
+
+
+def test_a_tokenizer_of_another_vocabulary_is_named(job_data: dict[str, Any], models: Path, tmp_path: Path) -> None:
+    more = AutoTokenizer.from_pretrained(models / "spoken")
+    more.add_tokens(["<tool>"])
+    for tokenizer, warned in ((sentence_piece(), True), (more, False)):
+        tokenizer.save_pretrained(tmp_path / "other")
+        chosen = _chosen(job_data, models / "spoken", tokenizer=str(tmp_path / "other"))
+        warnings = other_ids(parse_job(job_data), chosen)
+        assert [" tokens other ids than the tokenizer of model.weights" in each for each in warnings] == [True] * warned
 
 
 def test_tokenizers_of_every_format_are_loaded(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def check_answers(
         if whole and train.method != "reward" and row.get("label", True):
             corpus.read[0].reading.count_end(end_of(Document(np.asarray(whole[0], np.uint32))))
         same += len(whole) == 2 and whole[0][:longest] == whole[1][:longest]
-    if same == len(corpus.training):
+    if same and same == number:
         raise JobFileError(
             f"{_KEY}: chosen and rejected are the same in each pair, up to data.sequence_length {longest:,}, so there "
             "is nothing to learn. Raise it, or correct the pairs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ import yaml
 from pydantic import ValidationError
 
 from veomni_core.commands import at_home, beside_job, load_yaml
-from veomni_core.errors import JobFileError
 from veomni_trainer.job.data_section import BYTES, STDLIB, DataSection
 from veomni_trainer.job.overrides import apply_overrides
 from veomni_trainer.job.problems import explain_problems
 from veomni_trainer.job.schema import Job
+from veomni_transformers.jobs.job_files import check_variables
 
 
 def load_job(path: Path, assignments: Iterable[str] = ()) -> Job:
@@ -65,12 +64,10 @@ def _written_to(name: str, key: str) -> str:
     """The absolute path of a folder that may be made.
 
     Raises:
-        JobFileError: it names a variable that is not set: nobody wants a folder of that name.
+        JobFileError: it names a variable or a home that there isn't: nobody wants a folder of that name.
     """
-    path = at_home(name).absolute()
-    if unset := re.search(r"\$\{?\w+\}?", str(path)):
-        raise JobFileError(f"{key}: {name} names {unset[0]}, and there is no such variable of the environment")
-    return str(path)
+    check_variables(name, key)
+    return str(at_home(name).absolute())
 
 
 def _file_beside(reference: str, folder: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +42,7 @@ from veomni_trainer.setup.process_timeout import set_process_timeout
 from veomni_trainer.setup.scoring_models import with_labels
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
 from veomni_trainer.setup.sharding import check_started
-from veomni_trainer.setup.tokenizer import job_tokenizer
+from veomni_trainer.setup.tokenizer import job_tokenizer, other_ids
 from veomni_trainer.setup.trl_arguments import check_method, method_inputs, trl_config, trl_tokenizer
 from veomni_trainer.setup.unused_parameters import may_leave_parameters_unused
 from veomni_transformers.sequence import apply_ulysses
@@ -182,6 +182,11 @@ def read_data(job: Job, tokenizer: Tokenizer) -> Corpus:
         JobFileError: it can't be read, or doesn't fit.
         ConfigError: the method needs another tokenizer.
     """
+    corpus = _read(job, tokenizer)
+    return replace(corpus, notes=(*corpus.notes, *other_ids(job, tokenizer)))
+
+
+def _read(job: Job, tokenizer: Tokenizer) -> Corpus:
     if not job.train.learns_from_rows:
         return read_corpus(job.data, tokenizer, job.train.seed)
     (source,) = job.data.training_sources.values()

@@ -11,6 +11,7 @@ from veomni_trainer.job.schema import Job
 from veomni_trainer.setup.model import padded_vocabulary
 from veomni_transformers.jobs.job_model import ModelSection
 from veomni_transformers.jobs.model_config import load_model_config
+from veomni_transformers.plugin_models import tokenizer_in
 
 
 def job_tokenizer(job: Job) -> Tokenizer:
@@ -36,6 +37,22 @@ def job_tokenizer(job: Job) -> Tokenizer:
         _check_bytes(section, weights)
     trust = job.model.trust_remote_code
     return load_tokenizer(name or BYTES, data.end_of_document, data.chat_template, trust, data.image_pixels)
+
+
+def other_ids(job: Job, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """A warning where the job's tokenizer gives tokens other ids than that of its weights, which learned those."""
+    weights = job.model.located().weights
+    if job.data.tokenizer is None or weights is None or not has_tokenizer(Path(weights)) or not tokenizer.pretrained:
+        return ()
+    own = tokenizer_in(Path(weights), job.model.trust_remote_code).get_vocab()
+    ids = tokenizer.pretrained.get_vocab()
+    moved = sum(own.get(token, number) != number for token, number in ids.items())
+    if not moved:
+        return ()
+    return (
+        f"warning: data.tokenizer gives {moved:,} of its {len(ids):,} tokens other ids than the tokenizer of "
+        "model.weights, so the weights take them for other tokens",
+    )
 
 
 def _check_bytes(section: ModelSection, weights: str) -> None:

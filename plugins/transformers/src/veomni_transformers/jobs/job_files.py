@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,30 @@ def beside_job(name: str, folder: Path) -> str:
     """The path or glob ``name``, made absolute in ``folder`` or else in the working directory.
 
     Returned unchanged if it exists in neither.
+
+    Raises:
+        JobFileError: it exists in neither, and names a variable or a user's home that there isn't.
     """
     if "\0" in name:  # no path has it, and glob raises
         return name
     candidates = [str(base / at_home(name)) for base in (folder.absolute(), Path.cwd())]
-    return next((path for path in candidates if os.path.lexists(path) or any(glob.iglob(path, recursive=True))), name)
+    for path in candidates:
+        if os.path.lexists(path) or any(glob.iglob(path, recursive=True)):
+            return path
+    check_variables(name)
+    return name
+
+
+def check_variables(name: str, key: str = "model, data or train") -> None:
+    """Check that the path ``name`` of the job's ``key`` has no variable or user's home that there isn't.
+
+    Raises:
+        JobFileError: it has one.
+    """
+    if missing := re.search(r"\$\{?\w+\}?|^~[^/]*", str(at_home(name))):
+        raise JobFileError(
+            f"{key}: {name} names {missing[0]}, and there is no such variable of the environment or home of a user"
+        )
 
 
 def shown(value: Any) -> str:
