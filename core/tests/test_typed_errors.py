@@ -59,8 +59,9 @@ def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
     assert beside_job("a\0b*", tmp_path) == "a\0b*"
 
 
-def test_a_home_that_nobody_has_is_a_path_that_does_not_exist(tmp_path: Path) -> None:
-    assert beside_job("~nobody-here/x", tmp_path) == "~nobody-here/x"
+def test_a_home_that_nobody_has_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JobFileError, match="~nobody-here, and there is no such variable of the environment or home"):
+        beside_job("~nobody-here/x", tmp_path)
     with pytest.raises(LockFileError, match="~nobody-here/veomni.lock: there is no such lock file"):
         discover({"VEOMNI_FROZEN": "~nobody-here/veomni.lock"})
 
