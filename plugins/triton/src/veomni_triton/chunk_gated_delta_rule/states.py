@@ -147,8 +147,9 @@ def state_gradients_kernel(
         read_C = load_numbers(read_scale + head, first, count, value_heads, C)
         w_CK = load_tile(w + head * key_width, first, count, value_heads * key_width, 0, key_width, C, K)
         dstate_KV *= tl.load(left + chunk * value_heads + head)
-        dread_CV = (dout_CV.to(tl.float32) * read_C[:, None]).to(dtype)
-        dstate_KV += tl.dot(tl.trans(q_CK), dread_CV, input_precision=PRECISION)
+        most = tl.maximum(tl.max(tl.abs(read_C), 0), 1e-30)  # apart, so that float16 holds what a large decay leaves
+        dread_CV = (dout_CV.to(tl.float32) * (read_C / most)[:, None]).to(dtype)
+        dstate_KV += most * tl.dot(tl.trans(q_CK), dread_CV, input_precision=PRECISION)
         dstate_KV -= tl.dot(tl.trans(w_CK), dx_CV.to(dtype), input_precision=PRECISION)
     if HAS_INITIAL:
         store_state(dinitial + own, dstate_KV, start, key_width, value_width, K, V)
