@@ -260,7 +260,7 @@ def write(name: str, data: dict[str, Any]) -> None:
 
 
 def compare_at(shape: Shape, only: Collection[str] | None) -> Iterator[dict[str, Any]]:
-    """The contenders that are asked for at one shape; one that is wrong stops it."""
+    """The chosen contenders at one shape; one that is wrong stops it."""
     for name, contender in memory_bound.selected(contenders(), only).items():
         off = errors(name, contender, CHECKED[0], "cuda")
         if isinstance(off, str) or max(off.values()) > ALLOWED:

@@ -86,9 +86,8 @@ def __getattr__(name: str) -> Any:
     line = None if name.startswith("__") else references.load_if_installed("veomni_ops.veomni_names:line_for")
     said = f"veomni_core has no {name}: {instead}" if line and (instead := line(name)) else ""
     if said and sys._getframe(1).f_globals["__name__"] == "importlib._bootstrap":
-        raise ImportError(
-            said, name="veomni_core"
-        )  # Python replaces an AttributeError's words where a name is imported
+        # Python replaces an AttributeError's words where a name is imported.
+        raise ImportError(said, name="veomni_core")
     raise AttributeError(said or f"module 'veomni_core' has no attribute {name!r}")
 
 

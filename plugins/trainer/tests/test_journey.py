@@ -104,7 +104,7 @@ class Journey:
         return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
     def kill(self, run: str, when: Callable[[], bool], *more: str) -> None:
-        """Start it, and kill both processes while ``when`` is so: they stand still while that is asked again."""
+        """Start it, and kill both processes while ``when`` is so: they stand still while it is looked at."""
         ranks, until = self.start(run, *more), time.monotonic() + 100
         while all(each.is_running() for each in ranks) and time.monotonic() < until:
             if when():

@@ -94,6 +94,15 @@ def test_no_layer_runs_while_kernels_are_bound() -> None:
     assert not ran
 
 
+class _NamesNoArgument(LlamaModel):
+    """Builds its mask by a call without keywords, as code of one's own may."""
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **given: Any) -> Any:
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        mask = create_causal_mask(self.config, hidden, None, past_key_values=None)
+        return super().forward(inputs_embeds=hidden, attention_mask=mask, use_cache=False)
+
+
 class _NumbersFromTheEnd(LlamaModel):
     """Passes positions that fall, which transformers takes for packed rows, to the builder of its mask."""
 
@@ -105,10 +114,11 @@ class _NumbersFromTheEnd(LlamaModel):
         return super().forward(inputs_embeds=hidden, attention_mask=mask, use_cache=False)
 
 
-def test_a_decoder_whose_positions_do_not_rise_keeps_its_masks() -> None:
+@pytest.mark.parametrize("decoder", [_NumbersFromTheEnd, _NamesNoArgument])
+def test_a_decoder_of_which_it_is_not_proven_keeps_its_masks(decoder: type[LlamaModel]) -> None:
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(LlamaConfig(**_SIZES, attn_implementation="sdpa")).train()
-    model.model.__class__ = _NumbersFromTheEnd
+    model.model.__class__ = decoder
     ids = torch.randint(2, 67, (2, 9))
     wanted = _step(model, ids)
     bind(model, _OPS)

@@ -23,7 +23,7 @@ class ConvertedFiles(WeightFiles):
     """:class:`WeightFiles` after the converter: ``tensors`` are the model's, and are computed where they are read.
 
     The converter first sees all headers, as tensors on the meta device. Values are converted in the order of names;
-    what is asked for in another order is converted anew from the start, so that no more than a part is in memory.
+    what is read in another order is converted anew from the start, so that no more than a part is in memory.
 
     Args:
         folder: as of :class:`WeightFiles`.

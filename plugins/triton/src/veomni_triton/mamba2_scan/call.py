@@ -93,7 +93,7 @@ class Call:
 
     @cached_property
     def sizes(self) -> tuple[int, int, int, int]:
-        """What kernels are told of sizes at run time."""
+        """The sizes that kernels take at run time."""
         return self.length, self.chunks, self.heads, self.groups
 
     def slice(self, launch: Launch) -> int:

@@ -76,7 +76,7 @@ def scanned(call: Call, initial: Tensor | None, final: Tensor | None) -> Chunks:
 
 
 def products(call: Call, one: Tensor, other: Tensor) -> Tensor:
-    """The product of B and C, in the order that is asked for, of each chunk and group."""
+    """The product of B and C, in the given order, of each chunk and group."""
     size = call.launches.chunk
     scores = call.per_place(call.groups, size, size)
     scores_kernel[(call.places * call.groups,)](
