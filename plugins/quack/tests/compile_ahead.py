@@ -64,9 +64,8 @@ def head(dtype: torch.dtype) -> None:
 
 
 def losses(dtype: torch.dtype, vocabulary: int) -> None:
-    """The loss alone, and with its gradient."""
+    """The loss with its gradient."""
     logits, labels = gpu(TOKENS, vocabulary, dtype=dtype), gpu(TOKENS, dtype=torch.int64)
-    quack_calls.losses(logits, labels, gpu(TOKENS), -100)
     quack_calls.losses_and_gradient(logits, labels, gpu(TOKENS), -100)
 
 

@@ -1,4 +1,4 @@
-"""The four calls of the loss in plain PyTorch: what its composition is tested with."""
+"""The three calls of the loss in plain PyTorch: what its composition is tested with."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from veomni_core.kernels import first_derivatives_only
 from veomni_quack.cross_entropy_loss import chunks
 
 
-def losses(logits, labels, out, ignore_index):
+def losses_and_gradient(logits, labels, out, ignore_index):
     check("mX", logits)
     check("mTarget", labels, 1)
     check("mLoss", out, 1)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     out.copy_(F.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="none"))
-
-
-def losses_and_gradient(logits, labels, out, ignore_index):
-    losses(logits, labels, out, ignore_index)
     counts = (labels != ignore_index)[:, None]
     hit = torch.arange(logits.shape[1]) == labels[:, None]
     logits.copy_((logits.float().softmax(dim=-1) - hit.float()) * counts)
@@ -44,7 +40,7 @@ def scaled_sum(dlogits, hidden, so_far, factor, out):
 
 
 class CALLS:
-    losses, losses_and_gradient = staticmethod(losses), staticmethod(losses_and_gradient)
+    losses_and_gradient = staticmethod(losses_and_gradient)
     add_product, scaled_sum = staticmethod(add_product), staticmethod(scaled_sum)
 
 

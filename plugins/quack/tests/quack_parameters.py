@@ -158,12 +158,8 @@ def gemm_dgated(
 
 
 def _cross_entropy(x, target, target_logit, loss, lse, dx, ignore_index):
-    assert target_logit is None and lse is None
-    if dx is None:
-        plain_loss.losses(x, target, loss, ignore_index)
-    else:
-        assert dx is x
-        plain_loss.losses_and_gradient(x, target, loss, ignore_index)
+    assert target_logit is None and lse is None and dx is x
+    plain_loss.losses_and_gradient(x, target, loss, ignore_index)
 
 
 def cross_entropy_of_0_4(x, target, target_logit, loss, lse, dx, ignore_index=-100):

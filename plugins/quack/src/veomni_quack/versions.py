@@ -23,11 +23,15 @@ else:
 __all__ = ["CACHE_ENABLED", "OLD", "gated_product", "gated_product_backward", "get_cache_path", "losses_of_rows"]
 
 
-def losses_of_rows(logits: Tensor, labels: Tensor, out: Tensor, gradient: Tensor | None, ignore_index: int) -> None:
-    """Write the cross entropy of each row, and its gradient if asked for, which may overwrite the logits."""
+def losses_of_rows(logits: Tensor, labels: Tensor, out: Tensor, ignore_index: int) -> None:
+    """Write the cross entropy of each row, and overwrite the logits with its gradient.
+
+    The gradient is written even if nobody wants it. Without one QuACK sums exponentials in another way, which is NaN
+    where a block of threads has no columns: 16 blocks of 10240 columns leave the last one none of Qwen's 151936.
+    """
     # 0.6 can weigh the classes. It has no default for the weights.
     weights: dict[str, Any] = {} if OLD else {"weight": None}
-    cross_entropy_fwd_out(logits, labels, None, loss=out, lse=None, dx=gradient, ignore_index=ignore_index, **weights)
+    cross_entropy_fwd_out(logits, labels, None, loss=out, lse=None, dx=logits, ignore_index=ignore_index, **weights)
 
 
 def gated_product(rows: Tensor, matrices: Tensor, pre: Tensor, activated: Tensor, **options: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -249,14 +248,14 @@ def parts_of_check(spec: KernelSpec, jobs: int, checks: int) -> int:
 
 
 def _progress(total: int) -> Callable[[Row], None]:
-    """Prints each check that is over on standard error, if that is a terminal: all kernels of a GPU take minutes."""
+    """Prints each check that is over on standard error: one that is cut off after minutes has said what it found."""
     ended, one_at_a_time = count(1), Lock()
 
     def show(row: Row) -> None:
         with one_at_a_time:
+            why = "".join(f"; {detail}" for detail in row.detail if row.result in (FAILED, CONTRACT))
             place = f"{next(ended)} of {total}: {row.kernel} {row.dtype}"
-            if sys.stderr.isatty():
-                typer.echo(f"{place}: {row.result} in {row.seconds:.0f} s", err=True)
+            typer.echo(f"{place}: {row.result} in {row.seconds:.0f} s{why}", err=True)
 
     return show
 

@@ -1,4 +1,4 @@
-"""The loss and its gradients, computed chunk by chunk. Imports no kernel library: the four calls are passed in.
+"""The loss and its gradients, computed chunk by chunk. Imports no kernel library: the three calls are passed in.
 
 For each chunk of tokens: compute the logits; QuACK's kernel returns the losses and overwrites the logits with their
 gradient; write the chunk's rows of ``dhidden``; add the chunk's product to ``dweight``.
@@ -27,13 +27,13 @@ _ALIGNMENT = 8  # rows must be a multiple of 16 bytes: 8 values of 16 bits
 
 
 class QuackCalls(Protocol):
-    """The four library calls per chunk; on a GPU :mod:`veomni_quack.cross_entropy_loss.quack_calls`."""
-
-    def losses(self, logits: Tensor, labels: Tensor, out: Tensor, ignore_index: int) -> None:
-        """``out[rows]``: the float32 cross entropy of each row of ``logits[rows, V]``; 0 for ignored labels."""
+    """The three library calls per chunk; on a GPU :mod:`veomni_quack.cross_entropy_loss.quack_calls`."""
 
     def losses_and_gradient(self, logits: Tensor, labels: Tensor, out: Tensor, ignore_index: int) -> None:
-        """As :meth:`losses`; also overwrites ``logits`` with the gradient of the losses' sum."""
+        """``out[rows]``: the float32 cross entropy of each row of ``logits[rows, V]``; 0 for ignored labels.
+
+        Overwrites ``logits`` with the gradient of the losses' sum.
+        """
 
     def add_product(self, dlogits: Tensor, hidden: Tensor, out: Tensor, first: bool) -> None:
         """``out[V, H] += dlogits[rows, V].T @ hidden[rows, H]`` in float32; if ``first``, ``=`` instead of ``+=``."""
@@ -83,10 +83,9 @@ def loss_and_gradients(
         padded[:, vocabulary:] = -torch.inf  # the padding columns get probability 0
         logits = padded[:, :vocabulary]  # [rows, V]
         slope = _logits(part, weight, bias, softcap, scale, out=logits)
-        if not (wants_hidden or wants_weights):
-            calls.losses(padded, wanted, given, ignore_index)
-            continue
         calls.losses_and_gradient(padded, wanted, given, ignore_index)  # from here on `logits` holds dlogits
+        if not (wants_hidden or wants_weights):
+            continue
         _through_bounds(logits, slope, scale)
         if wants_hidden:
             torch.mm(logits, weight, out=dhidden[start : start + rows])

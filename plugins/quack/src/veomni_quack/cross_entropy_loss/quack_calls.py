@@ -11,16 +11,10 @@ from veomni_quack.versions import losses_of_rows
 check_target()
 
 
-def losses(logits: Tensor, labels: Tensor, out: Tensor, ignore_index: int) -> None:
-    """The cross entropy of each row."""
-    with first_call("cross entropy", logits.dtype, logits.shape[1]):
-        losses_of_rows(logits, labels, out, None, ignore_index)
-
-
 def losses_and_gradient(logits: Tensor, labels: Tensor, out: Tensor, ignore_index: int) -> None:
     """The cross entropy of each row; overwrites the logits with its gradient. Each row is read and written once."""
     with first_call("cross entropy and its gradient", logits.dtype, logits.shape[1]):
-        losses_of_rows(logits, labels, out, logits, ignore_index)
+        losses_of_rows(logits, labels, out, ignore_index)
 
 
 def add_product(dlogits: Tensor, hidden: Tensor, out: Tensor, first: bool) -> None:
