@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from veomni_conformance import check_kernel
+from veomni_fla import causal_conv1d
 from veomni_fla.causal_conv1d import _boundaries, _laid_out
 from veomni_fla.plugin import veomni_kernels
 from veomni_ops.contract import Size
@@ -52,6 +53,21 @@ def test_float32_is_refused_since_the_libraries_multiply_in_tf32(kernel):
     q, g = torch.ones(1, 4, 2, 8), torch.zeros(1, 4, 2)
     with pytest.raises(TypeError, match="computes bfloat16 or float16, not float32"):
         getattr(plain_libraries, kernel)()(q, q, q, g, g)
+
+
+def test_a_batch_past_what_fla_launches_is_convolved_in_parts(monkeypatch):
+    """CUDA refuses a launch of more than 65535 planes of blocks, of which fla has one for each sequence."""
+    batches = []
+
+    def library(x, *arguments):
+        batches.append(len(x))
+        return plain_libraries._conv_by_boundaries(x, *arguments)
+
+    x, weight = torch.randn(5, 3, 7), torch.randn(3, 4)
+    whole = plain_libraries.fla_conv()(x, weight)
+    monkeypatch.setattr(causal_conv1d, "_MOST_ROWS", 2)
+    torch.testing.assert_close(causal_conv1d.by_boundaries(library)(x, weight), whole)
+    assert batches == [2, 2, 1]
 
 
 def test_heads_that_flash_qla_has_no_room_for_are_refused():

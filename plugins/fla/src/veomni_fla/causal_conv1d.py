@@ -22,6 +22,7 @@ Kernel = Callable[..., Tensor]
 Library = Callable[..., Any]
 _GRAPH_BREAK = "the library chooses its launches on the host"
 _WIDTHS = range(2, 5)  # of the package
+_MOST_ROWS = 65535  # of a batch: fla launches a plane of blocks for each, and CUDA has no more
 _ALIGNED, _BYTES = 8, 16  # channels where they are next to each other in memory, and what is read at a time
 
 
@@ -70,7 +71,12 @@ def by_boundaries(library: Library) -> Kernel:
             rows = rows.reshape(1, batch * length, channels)
             on_host = _boundaries(seq_idx)
             bounds = on_host.to(x.device, non_blocking=True)
-        output, _ = library(rows, _used(weight, length), bias, None, None, False, activation, bounds, on_host)
+        used = _used(weight, length)
+        outputs = [
+            library(part, used, bias, None, None, False, activation, bounds, on_host)[0]
+            for part in rows.split(_MOST_ROWS)
+        ]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output.view(batch, length, channels).transpose(1, 2)
 
     return kernel
