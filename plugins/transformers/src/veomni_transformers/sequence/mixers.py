@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.errors import ConfigError
 from veomni_core.planning.decisions import SiteDecision
+from veomni_transformers.attention.locator import reads_interface
 from veomni_transformers.changes.property_change import PropertyChange
 from veomni_transformers.packed.carried_states import carries_inputs, carries_state
 from veomni_transformers.proving.functions import current_forward, global_functions, with_globals
@@ -46,7 +47,10 @@ def mixing_sites(decisions: Iterable[SiteDecision]) -> list[SiteDecision]:
 def mixer_problems(
     model: nn.Module, inside: str, sites: Sequence[SiteDecision], layer_types: Sequence[str]
 ) -> Iterator[str]:
-    """Why layers at the path ``inside`` of ``model``, of these types, can't mix positions over ranks."""
+    """Why modules at the path ``inside`` of ``model``, with layers of these types, can't mix positions over ranks.
+
+    Attention through transformers' interface is left out; its heads the ranks exchange.
+    """
     unbound: dict[str, list[SiteDecision]] = {}
     for each in sites:
         if not each.bound:
@@ -54,23 +58,25 @@ def mixer_problems(
     for op_name, eager in unbound.items():
         more = f" and {len(eager) - 1} more" if len(eager) > 1 else ""
         yield (
-            f"its own code computes {op_name} in {eager[0].site.path}{more} ({eager[0].reason}), and would see only this "
-            f"rank's positions; bind a kernel for it first: {op_name}_implementation: auto, or a kernel's name"
+            f"its own code computes {op_name} in {eager[0].site.path}{more} ({eager[0].reason}), and would see this "
+            f"rank's positions alone; bind a kernel for it first: {op_name}_implementation: auto, or a kernel's name"
         )
     told = {each.site.path for each in sites}
     states = {each.site.path for each in sites if each.site.op_name != CONVOLUTION}
     for path, module in model.get_submodule(inside).named_modules(prefix=inside):
-        parent = path.rpartition(".")[0]
+        around = {path, path.rpartition(".")[0]}
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            if parent not in told:
+            if not told & around:
                 yield f"{path} is a convolution"
-        elif (carries_state(module) and path not in states) or (carries_inputs(module) and path not in told):
+        elif (carries_state(module) and not states & around) or (carries_inputs(module) and not told & around):
             yield f"{path} ({type(module).__name__}) carries along the sequence what its own code computes"
+        elif type(module).__name__.endswith("Attention") and path not in states and not reads_interface(module):
+            yield f"{path} ({type(module).__name__}) does not take its attention from transformers' interface"
     layers = {next(filter(str.isdigit, path.split(".")), "") for path in told}
     for kind in sorted({*layer_types} - _OTHERS):
         numbers = [str(number) for number, each in enumerate(layer_types) if each == kind]
         if kind not in _LAYERS or not layers.issuperset(numbers):
-            yield f"it has layers of type {kind}, which mix positions in other ways than those that a kernel is bound for"
+            yield f"it has layers of type {kind}, which mix positions in other ways than a kernel is bound for"
 
 
 def mixer_changes(

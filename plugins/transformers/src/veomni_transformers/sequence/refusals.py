@@ -14,7 +14,7 @@ from veomni_core.errors import ConfigError
 from veomni_core.planning.decisions import SiteDecision
 from veomni_core.sites.site import Site
 from veomni_transformers.attention.config_changes import interface_of
-from veomni_transformers.attention.locator import attention_function, reads_interface
+from veomni_transformers.attention.locator import attention_function
 from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
 from veomni_transformers.sequence.exchange import check_heads
 from veomni_transformers.sequence.mixers import mixer_problems
@@ -81,7 +81,6 @@ def _problems(
             "part of the sequence; types that don't depend on it (default, linear, llama3, yarn) can run"
         )
     yield from mixer_problems(model, "", mixers, getattr(config, "layer_types", None) or ())
-    yield from _other_attention(model)
     forward = inspect.signature(type(model).forward).parameters
     if "labels" in forward and not _is_causal_loss(model):
         yield "its loss is not that of a causal language model, token by token"
@@ -146,13 +145,6 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping | tuple | list):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _strings(each)
-
-
-def _other_attention(model: nn.Module) -> Iterator[str]:
-    """Modules of attention that is not the one whose heads the ranks exchange."""
-    for path, module in model.named_modules():
-        if type(module).__name__.endswith("Attention") and not reads_interface(module):
-            yield f"{path} ({type(module).__name__}) does not take its attention from transformers' interface"
 
 
 def _is_causal_loss(model: Any) -> bool:
