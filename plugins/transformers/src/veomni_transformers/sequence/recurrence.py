@@ -114,7 +114,8 @@ def _scattered(parts: Sequence[Tensor], heads: int, group: ProcessGroup) -> list
         copies = heads // own if missing else ranks // math.gcd(own, ranks)
         wide = part.unsqueeze(-1) if part.dim() == 3 else part
         wide = wide.repeat_interleave(copies, 2) if copies > 1 else wide
-        ready.append(F.pad(wide, (0, 0, 0, missing)).transpose(1, 2))
+        wide = F.pad(wide, (0, 0, 0, missing)) if missing else wide
+        ready.append(wide.transpose(1, 2))
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(part.dtype for part in ready):  # a decay keeps its float32
         places = [place for place, part in enumerate(ready) if part.dtype == dtype]
