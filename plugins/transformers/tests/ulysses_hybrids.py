@@ -30,7 +30,6 @@ TWO = {"layer_types": ["linear_attention", "full_attention"], "attn_implementati
 DELTA = {**WIDTHS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, **TWO}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "experts_implementation": "eager"}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4}
-JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 24, "output_router_logits": True},
     "qwen3_5_text": DELTA,
@@ -135,8 +134,8 @@ def short_convolutions() -> None:
 
 
 @check
-def a_packed_hybrid() -> None:
-    compare("falcon_h1", ("packed",))
+def a_hybrid_that_is_packed_or_padded() -> None:
+    compare("falcon_h1", ("packed", "padded"))
 
 
 @check
@@ -156,18 +155,22 @@ def parts_that_are_shorter_than_a_convolution() -> None:
 
 
 @check
-def a_decay_keeps_its_precision() -> None:
-    seen = []
-
+def a_decay_keeps_its_precision_and_a_value_head_its_key() -> None:
     def rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Any:
-        seen.append(g)
-        return value, None
+        assert query.shape[1] == 2 * size() and g.dtype == torch.float32
+        served = value.shape[2] // key.shape[2]
+        return value * key.repeat_interleave(served, 2) + query.repeat_interleave(served, 2) * (g * beta)[
+            ..., None
+        ], None
 
-    value, g, beta = (torch.randn(1, 2 * size(), 4, *more) for more in ((8,), (), ()))
-    half = [slice_input_tensor(each.bfloat16(), 1) for each in (value, value, value)]
-    parts = (*half, slice_input_tensor(g, 1), slice_input_tensor(beta, 1).bfloat16())
-    output, _ = by_heads(rule, distributed.group.WORLD, ("query", "key", "value", "g", "beta"))(*parts)
-    assert torch.equal(output, half[2]) and torch.equal(seen[0], slice_input_tensor(g, 2))
+    over_ranks = by_heads(rule, distributed.group.WORLD, ("query", "key", "value", "g", "beta"))
+    for keys, values in ((4, 4), (1, 4), (3, 6), (5, 5), (3, 3)):
+        shapes = (*(2 * ((1, 2 * size(), keys, 8),)), (1, 2 * size(), values, 8), *(2 * ((1, 2 * size(), values),)))
+        whole = [
+            torch.randn(shape).to(torch.float32 if place == 3 else torch.bfloat16) for place, shape in enumerate(shapes)
+        ]
+        output, _ = over_ranks(*(slice_input_tensor(each, 1) for each in whole))
+        assert torch.equal(output, slice_input_tensor(rule(*whole)[0], 1)), (keys, values)
 
 
 @check
@@ -217,23 +220,28 @@ def a_hybrid_compiles_as_one_graph() -> None:
 
 
 @check
-def layers_that_mix_positions_otherwise_are_refused_by_name() -> None:
+def layers_whose_own_code_mixes_positions_are_refused_with_the_line_to_write() -> None:
     model = build("qwen3_next", **HYBRIDS["qwen3_next"])
     said = "its own code computes chunk_gated_delta_rule in model.layers.0.linear_attn (the model is not bound)"
     raises(ConfigError, said, lambda: apply_ulysses(model))
     raises(ConfigError, "chunk_gated_delta_rule_implementation: auto", lambda: apply_ulysses(model))
     bind(model, {**OPS, "causal_conv1d_implementation": "eager"}, registry=registry())
     raises(ConfigError, "its own code computes causal_conv1d in model.layers.0", lambda: apply_ulysses(model))
+
+
+def refused(family: str, text: str, **config: Any) -> None:
     with torch.device("meta"):
-        small = {"num_hidden_layers": 2, "attn_implementation": "sdpa"}
-        for family, text, more in (
-            ("minimax", "layers of type linear_attention", {"layer_types": ["linear_attention", "full_attention"]}),
-            ("jamba", "mamba (JambaMambaMixer) carries along the sequence what its own code computes", JAMBA),
-            (
-                "llama4_text",
-                "layers of type chunked_attention",
-                {"layer_types": ["chunked_attention", "full_attention"]},
-            ),
-        ):
-            other = build(family, **small, **more)
-            raises(ConfigError, text, lambda other=other: apply_ulysses(other))
+        model = build(family, num_hidden_layers=2, attn_implementation="sdpa", **config)
+    raises(ConfigError, text, lambda: apply_ulysses(model))
+
+
+@check
+def layers_that_mix_positions_otherwise_are_refused_by_name() -> None:
+    refused("llama4_text", "of type chunked_attention", layer_types=["chunked_attention", "full_attention"])
+    state = "mamba (JambaMambaMixer) carries along the sequence what its own code computes"
+    refused("jamba", state, attn_layer_period=2, attn_layer_offset=1)
+
+
+@check
+def lightning_attention_is_refused() -> None:
+    refused("minimax", "layers of type linear_attention", layer_types=["linear_attention", "full_attention"])
