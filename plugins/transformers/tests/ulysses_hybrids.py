@@ -95,7 +95,7 @@ def compare(family: str, names: tuple[str, ...] = (), length: int = LENGTH, **co
 def assert_same(model: Any, reference: Any, batch: dict[str, Any], what: str) -> None:
     for each in (model, reference):
         each.zero_grad()
-    wanted = reference(**batch, use_cache=False)
+    wanted = reference(**batch)
     found = model(**batch)
     wanted.loss.backward()
     found.loss.backward()
@@ -205,7 +205,7 @@ def undo_leaves_the_bound_hybrid() -> None:
     applied.undo()
     assert {path: (type(module), dict(vars(module))) for path, module in model.named_modules()} == before
     batch = batches()["packed"]
-    assert torch.equal(model(**batch, use_cache=False).loss, reference(**batch, use_cache=False).loss)
+    assert torch.equal(model(**batch).loss, reference(**batch).loss)
     raises(BindingError, "not in force", applied.undo)
 
 
