@@ -129,6 +129,30 @@ def test_two_processes_that_share_each_sequence_train_as_one(
     _assert_same(shared, alone)
 
 
+@pytest.mark.thorough
+def test_two_processes_that_share_packed_sequences_of_a_hybrid_train_as_one(
+    job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path
+) -> None:
+    mixers = {
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 3,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    layers = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    job_data["model"] = {
+        "config": {**job_data["model"]["config"], "model_type": "qwen3_5_text", "head_dim": 8, **layers, **mixers},
+        "ops_implementation": {"preset": "auto", "attn_implementation": "sdpa"},
+    }
+    job_data["data"]["packing"] = True
+    job = write_job(job_data)
+    shared, printed = _train(_on_two, job, tmp_path / "run", "train.sp_size=2")
+    assert "In force: sequence parallelism: Ulysses, sp=2, over sdpa" in printed
+    alone, _ = _train(veomni, job, tmp_path / "single")
+    assert len(alone["loss"]) == 4
+    _assert_same(shared, alone)
+
+
 def test_a_model_whose_sequences_cannot_be_shared_is_refused_before_its_weights_are_read(
     job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path
 ) -> None:

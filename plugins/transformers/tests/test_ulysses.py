@@ -10,6 +10,7 @@ import pytest
 import torch
 import ulysses_bound
 import ulysses_groups
+import ulysses_hybrids
 import ulysses_models
 import ulysses_pieces
 import ulysses_refusals
@@ -19,14 +20,17 @@ from distributed import run_ranks
 from veomni_core.errors import HostError
 from veomni_transformers.sequence import apply_ulysses
 
-MODULES = (ulysses_pieces, ulysses_models, ulysses_groups, ulysses_refusals, ulysses_bound)
+MODULES = (ulysses_pieces, ulysses_models, ulysses_hybrids, ulysses_groups, ulysses_refusals, ulysses_bound)
 
 
-# Gradients of weights and of the loss, one kernel with an option, one refusal; `make test-all` runs every check.
+# Gradients of weights and of the loss, a kernel with an option, a hybrid, refusals; `make test-all` runs every check.
 FEW = (
     "llama_with_as_many_key_heads_as_ranks_or_fewer",
     "a_kernel_that_takes_lengths_and_sinks",
     "attention_dropout_is_refused",
+    "a_decay_keeps_its_precision_and_a_value_head_its_key",
+    "a_hybrid_that_is_packed_or_padded",
+    "lightning_attention_is_refused",
 )
 
 

@@ -22,6 +22,8 @@ from veomni_core.errors import PackedSequencesError
 Inputs = Mapping[str, Any]
 # The boundaries of delta rules in a batch of several rows, for which ``cu_seq_lens_q`` has no form.
 BOUNDS_OF_ROWS = "cu_seqlens_of_rows"
+# What a sequence-parallel model hands down to its layers: the boundaries of the sequence that the ranks share.
+OF_THE_WHOLE = "boundaries_of_the_whole"
 _CACHES = ("past_key_values", "cache_params")
 
 
@@ -92,6 +94,8 @@ def boundaries_in(inputs: Inputs) -> dict[str, Any]:
             ...
         veomni_core.errors.PackedSequencesError: seq_idx is [1, 3], and the input has 1 rows of 5 positions
     """
+    if OF_THE_WHOLE in inputs:
+        return {OF_THE_WHOLE: inputs[OF_THE_WHOLE]}
     tokens = inputs.get("input_ids")
     tokens = inputs.get("inputs_embeds") if tokens is None else tokens
     if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2 or _has_tokens(inputs):

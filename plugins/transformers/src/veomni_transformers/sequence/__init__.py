@@ -1,8 +1,9 @@
 """Ulysses sequence parallelism: each rank runs a model on its part of the sequence, exact in loss and gradients.
 
 Around each attention the ranks exchange positions for heads (DeepSpeed-Ulysses, arXiv 2309.14509), so any attention
-kernel computes the whole sequence for some of the heads. :func:`apply_ulysses` does that to one bound model. The other
-functions are its building blocks, for models that need their own arrangement.
+kernel computes the whole sequence for some of the heads; so they do around delta rules and scans of Mamba 2.
+:func:`apply_ulysses` does that to one bound model. The other functions are its building blocks, for models that need
+their own arrangement.
 """
 
 from veomni_transformers.sequence.exchange import (

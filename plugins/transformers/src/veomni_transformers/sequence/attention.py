@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from veomni_core.errors import ConfigError
+from veomni_transformers.packed.boundaries import BOUNDS_OF_ROWS, OF_THE_WHOLE
 from veomni_transformers.sequence.exchange import gather_heads_scatter_seq, scatter_attention_heads
 from veomni_transformers.sequence.inputs import LENGTHS, WholeSequence
 from veomni_transformers.sequence.slicing import slice_input_tensor
@@ -24,7 +25,9 @@ Attention = Callable[..., Any]
 _PER_HEAD = "s_aux"
 # Not forwarded: `position_ids` and `cache_position` are rank-local (the global mask covers them);
 # `num_items_in_batch` belongs to the loss.
-_NOT_PASSED = frozenset({"position_ids", "cache_position", "num_items_in_batch"})
+_NOT_PASSED = frozenset(
+    {"position_ids", "cache_position", "num_items_in_batch", "seq_idx", BOUNDS_OF_ROWS, OF_THE_WHOLE}
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ def _shared_options(options: dict[str, Any], group: ProcessGroup) -> dict[str, A
             f"attention dropout ({options['dropout']}) is not supported with sequence parallelism: ranks with equal "
             "seeds would draw the same mask for their different heads. Build the model with an attention dropout of 0"
         )
+    options = {**options, **options.get(OF_THE_WHOLE, {})}
     shared = {name: value for name, value in options.items() if name not in _NOT_PASSED}
     for name, value in shared.items():
         if name == _PER_HEAD and value is not None:

@@ -119,7 +119,7 @@ def scatter_attention_heads(
     copies = max(ranks // key.shape[1], 1)
     if copies > 1:
         key, value = (each.repeat_interleave(copies, dim=1) for each in (key, value))
-    query, key, value = _ScatterHeads.apply(group, ranks, query, key, value)
+    query, key, value = ScatterHeads.apply(group, ranks, query, key, value)
     return query, key, value
 
 
@@ -148,7 +148,7 @@ def _swap(x: Tensor, gathered: int, scattered: int, group: ProcessGroup | None) 
     if x.shape[scattered] % ranks:
         raise ValueError(f"dimension {scattered} of {tuple(x.shape)} can't be split equally over {ranks} ranks")
     parts = x.unflatten(scattered, (ranks, -1)).movedim(scattered, 0)
-    return _AllToAll.apply(parts, group).movedim(0, gathered).flatten(gathered, gathered + 1)
+    return AllToAll.apply(parts, group).movedim(0, gathered).flatten(gathered, gathered + 1)
 
 
 def _all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
@@ -156,7 +156,9 @@ def _all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
     return collectives.wait_tensor(collectives.all_to_all_single(parts.contiguous(), None, None, group))
 
 
-class _AllToAll(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
+    """``AllToAll.apply(parts[n, ...], group)``: part r goes to rank r, and part r of the result came from rank r."""
+
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -167,7 +169,7 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(gradients[0], ctx.group), None
 
 
-class _ScatterHeads(torch.autograd.Function):
+class ScatterHeads(torch.autograd.Function):
     """Packs the parts for each rank directly from the strided inputs: one copy, one exchange.
 
     With a batch of one the received buffer is already in the order of the sequence, so no second copy follows.

@@ -18,6 +18,8 @@ from veomni_transformers.sequence.agreement import check_batches_agree
 from veomni_transformers.sequence.attention import packing_of
 from veomni_transformers.sequence.inputs import WholeSequence, check_positions, split_inputs
 from veomni_transformers.sequence.losses import sum_over_ranks, whole_sequence
+from veomni_transformers.sequence.mixers import padding_builders, refuse_padding
+from veomni_transformers.sequence.recurrence import handed_down
 from veomni_transformers.sequence.refusals import reads_positions_from_mask
 
 
@@ -47,7 +49,7 @@ class RunningForward:
 
 
 def split_forward(
-    model: nn.Module, running: RunningForward, by_lengths: bool, config_at: str, interface: str
+    model: nn.Module, running: RunningForward, by_lengths: bool, config_at: str, interface: str, mixes: bool
 ) -> Callable[..., Any]:
     """A forward for ``model`` that is given a whole batch and runs this rank's part of it.
 
@@ -57,10 +59,12 @@ def split_forward(
         by_lengths: whether the attention is varlen: it takes the lengths of packed sequences, and no mask.
         config_at: the path of the module whose config selects the attention.
         interface: what that config must name; otherwise the forward raises.
+        mixes: whether layers beside attention mix positions, which are told of packed sequences and of padding.
     """
     original = current_forward(model)
     _, *names = inspect.signature(original).parameters  # without self
     by_mask = reads_positions_from_mask(model)
+    keeps_padding = not mixes or bool(padding_builders(model))
 
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,11 +73,15 @@ def split_forward(
         if not running.batches_agree and not torch.compiler.is_compiling():
             check_batches_agree(given, running.group)
             running.batches_agree = True
+        given, boundaries = handed_down(given) if mixes else (given, {})
         inputs, whole = split_inputs(given, running.group)
         if by_mask:
             check_positions(whole)
-        if by_lengths and "cu_seq_lens_q" not in inputs:
+        if not keeps_padding:
+            refuse_padding(whole)
+        if by_lengths and not boundaries and "cu_seq_lens_q" not in inputs:
             inputs |= packing_of(whole)
+        inputs |= boundaries
         running.sequence = whole
         try:
             output = original(self, **inputs)

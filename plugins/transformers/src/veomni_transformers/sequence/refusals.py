@@ -11,29 +11,34 @@ from torch import nn
 
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.errors import ConfigError
+from veomni_core.planning.decisions import SiteDecision
 from veomni_core.sites.site import Site
 from veomni_transformers.attention.config_changes import interface_of
-from veomni_transformers.attention.locator import attention_function, reads_interface
+from veomni_transformers.attention.locator import attention_function
 from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
 from veomni_transformers.sequence.exchange import check_heads
+from veomni_transformers.sequence.mixers import mixer_problems
 
 LOAD_BALANCING = "load_balancing_loss_func"
-_LAYERS = {"full_attention", "sliding_attention"}
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
-def refuse_model(model: nn.Module, attention: Sequence[Site], balancing: Sequence[Site], ranks: int) -> None:
+def refuse_model(
+    model: nn.Module, attention: Sequence[Site], balancing: Sequence[Site], mixers: Sequence[SiteDecision], ranks: int
+) -> None:
     """Check that ``model``, with these sites, can run sequence-parallel over this many ranks.
 
     Raises:
         ConfigError: it can't; the message has every reason.
     """
-    if problems := list(_problems(model, attention, balancing, ranks)):
+    if problems := list(_problems(model, attention, balancing, mixers, ranks)):
         listed = "; ".join(problems)
         raise ConfigError(f"{type(model).__name__} can't run sequence-parallel over {ranks} ranks: {listed}")
 
 
-def _problems(model: Any, attention: Sequence[Site], balancing: Sequence[Site], ranks: int) -> Iterator[str]:
+def _problems(
+    model: Any, attention: Sequence[Site], balancing: Sequence[Site], mixers: Sequence[SiteDecision], ranks: int
+) -> Iterator[str]:
     holders = [model.get_submodule(site.path) for site in attention]
     if len(holders) != 1 or not hasattr(vars(holders[0]).get("config"), "_attn_implementation"):
         found = ", ".join(site.path or "the model" for site in attention) or "none"
@@ -62,8 +67,6 @@ def _problems(model: Any, attention: Sequence[Site], balancing: Sequence[Site], 
         yield str(error)
     if getattr(config, "is_encoder_decoder", False):
         yield "it has an encoder and a decoder, with attention across them"
-    if others := sorted({*(getattr(config, "layer_types", None) or ())} - _LAYERS):
-        yield f"it has layers of type {', '.join(others)}, which mix positions in other ways than plain attention"
     if getattr(config, "attention_chunk_size", None):
         yield "it uses chunked attention (attention_chunk_size)"
     for name in _ATTENTION_DROPOUTS:
@@ -77,7 +80,7 @@ def _problems(model: Any, attention: Sequence[Site], balancing: Sequence[Site], 
             f"its rotary embedding ({', '.join(kinds)}) depends on the sequence's length, and one rank sees only a "
             "part of the sequence; types that don't depend on it (default, linear, llama3, yarn) can run"
         )
-    yield from _mixers(model)
+    yield from mixer_problems(model, "", mixers, getattr(config, "layer_types", None) or ())
     forward = inspect.signature(type(model).forward).parameters
     if "labels" in forward and not _is_causal_loss(model):
         yield "its loss is not that of a causal language model, token by token"
@@ -142,15 +145,6 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping | tuple | list):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _strings(each)
-
-
-def _mixers(model: nn.Module) -> Iterator[str]:
-    """Modules that mix several positions outside of the attention whose heads the ranks exchange."""
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            yield f"{path} is a convolution"
-        elif type(module).__name__.endswith("Attention") and not reads_interface(module):
-            yield f"{path} ({type(module).__name__}) does not take its attention from transformers' interface"
 
 
 def _is_causal_loss(model: Any) -> bool:

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from veomni_core.changes.change import AttributeChange, Change, ForwardChange
 from veomni_core.changes.transformation import Transformation, transformations_reaching
 from veomni_core.errors import BindingError
+from veomni_core.planning.decisions import SiteDecision
 from veomni_transformers.attention.config_changes import config_changes, interface_of
 from veomni_transformers.attention.interface_names import RegisteredInterface
 from veomni_transformers.attention.locator import attention_function
@@ -21,6 +22,7 @@ from veomni_transformers.proving.functions import current_forward, global_functi
 from veomni_transformers.sequence.attention import ulysses_attention, whole_mask
 from veomni_transformers.sequence.exchange import ranks_of
 from veomni_transformers.sequence.forward import RunningForward, causal_loss, load_balancing_loss, split_forward
+from veomni_transformers.sequence.mixers import mixer_changes, mixing_sites
 from veomni_transformers.sequence.model_sites import sites_of
 from veomni_transformers.sequence.refusals import LOAD_BALANCING, refuse_model
 
@@ -104,18 +106,19 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None) -> Sequen
     decisions = sites_of(model)
     attention = [decision for decision in decisions if decision.site.op_name == "attention"]
     balancing = [decision.site for decision in decisions if decision.site.op_name == "load_balancing_loss"]
-    refuse_model(model, [decision.site for decision in attention], balancing, ranks)
+    mixers = mixing_sites(decisions)
+    refuse_model(model, [decision.site for decision in attention], balancing, mixers, ranks)
     (chosen,) = attention
     name = chosen.kernel if chosen.bound else interface_of(model.get_submodule(chosen.site.path))
     applied = SequenceParallel(model, group, name)
-    applied.apply(_changes(model, group, chosen.site.path, [site.path for site in balancing]))
+    applied.apply(_changes(model, group, chosen.site.path, [site.path for site in balancing], mixers))
     return applied
 
 
 def _changes(
-    model: nn.Module, group: ProcessGroup, attention: str, balancing: Sequence[str]
+    model: nn.Module, group: ProcessGroup, attention: str, balancing: Sequence[str], mixers: Sequence[SiteDecision]
 ) -> Iterator[tuple[str, str, Change]]:
-    """Every change, with its module path: to the attention, to the load-balancing losses, and to the whole model."""
+    """Every change, with its module path: to attention, other mixers, load-balancing losses, and the whole model."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     owner, running = SequenceParallel.name, RunningForward(group)
@@ -129,6 +132,8 @@ def _changes(
     yield attention, owner, RegisteredInterface(model, function, whole_sequence_mask, name, beneath=own)
     for change in config_changes(model, attention, name):
         yield attention, owner, change
+    for path, each in mixer_changes(model, mixers, group, running.whole):
+        yield path, owner, each
     for path in balancing:
         module = model.get_submodule(path)
         forward = current_forward(module)
@@ -137,4 +142,4 @@ def _changes(
     if "labels" in inspect.signature(type(model).forward).parameters:
         of_all_ranks: Any = causal_loss(model.loss_function, running)  # type: ignore[arg-type]
         yield "", owner, AttributeChange(model, "_loss_function", of_all_ranks)
-    yield "", owner, ForwardChange(model, split_forward(model, running, by_lengths, attention, name))
+    yield "", owner, ForwardChange(model, split_forward(model, running, by_lengths, attention, name, bool(mixers)))

@@ -1,0 +1,138 @@
+"""Runs delta rules, scans and causal convolutions over a sequence of which each rank holds a part.
+
+Heads of a recurrence don't depend on each other, so around it the ranks exchange positions for heads, as around
+attention, and the kernel computes the whole sequence for some of the heads. A convolution needs no more than the few
+positions before a rank's own: their end is sent to the later ranks. Both keep nothing between calls, so a layer may be
+recomputed in backward (gradient checkpointing).
+
+Shapes: B rows, S positions, n ranks, H heads, h of them on a rank, C channels, W the width of a convolution.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from veomni_core.errors import ConfigError
+from veomni_transformers.packed.boundaries import BOUNDS_OF_ROWS, OF_THE_WHOLE, boundaries_in
+from veomni_transformers.sequence.exchange import AllToAll, ScatterHeads, gather_heads_scatter_seq
+from veomni_transformers.sequence.inputs import LENGTHS
+from veomni_transformers.sequence.slicing import sp_pad_and_slice
+
+Function = Callable[..., Any]
+BOUNDARIES = LENGTHS | {"seq_idx", BOUNDS_OF_ROWS}
+_STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states")
+
+
+def by_heads(
+    call: Function, group: ProcessGroup, of_positions: Sequence[str], of_heads: Sequence[str] = ()
+) -> Function:
+    """``call``, a recurrence of each head, for inputs and an output that are this rank's part of the sequence.
+
+    Any number of heads can run on any number of ranks: where n does not divide them, heads of zeros make them up; heads
+    that serve several others (keys, groups) are repeated as far as needed.
+
+    Args:
+        call: what a bound layer calls. It gives ``[B, S, H, ..]``, or a tuple that starts with that.
+        group: the n ranks that share the sequence.
+        of_positions: the arguments ``[B, S/n, H or fewer, ..]``.
+        of_heads: the arguments ``[H]``, or ``None``.
+
+    Raises:
+        ConfigError: in a call, if a state is given or asked for.
+    """
+    names = tuple(inspect.signature(call).parameters)
+
+    def of_whole_sequence(*args: Any, **kwargs: Any) -> Any:
+        given, boundaries = _arguments(names, args, kwargs)
+        if any(given.get(name) is not None and given[name] is not False for name in _STATES):
+            raise ConfigError("a sequence-parallel model keeps no cache: call it without states of its layers")
+        parts = [given[name] for name in of_positions]
+        heads = max(part.shape[2] for part in parts)
+        given |= zip(of_positions, _scattered(parts, heads, group), strict=True)
+        given |= {
+            name: sp_pad_and_slice(given[name], 0, group=group) for name in of_heads if given.get(name) is not None
+        }
+        found = call(**{**given, **boundaries})
+        output, *rest = found if isinstance(found, tuple) else (found,)
+        mine = gather_heads_scatter_seq(output, head_dim=2, seq_dim=1, group=group)[:, :, :heads]
+        return (mine, *rest) if isinstance(found, tuple) else mine
+
+    return of_whole_sequence
+
+
+def after_earlier_ranks(call: Function, group: ProcessGroup) -> Function:
+    """``call``, a causal convolution of ``[B, C, S]``, for this rank's ``[B, C, S/n]``."""
+    names = tuple(inspect.signature(call).parameters)
+    x_name, weight_name, *_ = names
+
+    def of_own_positions(*args: Any, **kwargs: Any) -> Any:
+        given, boundaries = _arguments(names, args, kwargs)
+        x = given[x_name]
+        before = _before(x, given[weight_name].shape[-1] - 1, group)
+        width, length = before.shape[-1], x.shape[-1]
+        given[x_name] = torch.cat([before, x], -1)
+        if (numbers := boundaries.get("seq_idx")) is not None:
+            given["seq_idx"] = numbers.narrow(1, group.rank() * length - width, width + length)
+        return call(**given)[..., width:]
+
+    return of_own_positions
+
+
+def handed_down(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A whole batch's arguments without the boundaries of packed sequences, and the argument that hands these down.
+
+    Layers pass it on like any other. Under their own names the boundaries would be read as those of a rank's part.
+
+    Raises:
+        PackedSequencesError: boundaries don't fit the input.
+    """
+    kept = {name: value for name, value in given.items() if name not in BOUNDARIES}
+    found = boundaries_in(given) or {name: value for name, value in given.items() if name not in kept}
+    return kept, {OF_THE_WHOLE: found} if found else {}
+
+
+def _arguments(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """A call's arguments by name, and the boundaries of the packed sequences that were handed down."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return given, given.pop(OF_THE_WHOLE, {})
+
+
+def _scattered(parts: Sequence[Tensor], heads: int, group: ProcessGroup) -> list[Tensor]:
+    """Every part ``[B, S/n, heads or fewer, ..]`` as ``[B, S, h or fewer, ..]``; one exchange for each dtype."""
+    ranks = group.size()
+    missing, ready = -heads % ranks, []
+    for part in parts:
+        own = part.shape[2]
+        copies = heads // own if missing else ranks // math.gcd(own, ranks)
+        wide = part.unsqueeze(-1) if part.dim() == 3 else part
+        wide = wide.repeat_interleave(copies, 2) if copies > 1 else wide
+        wide = F.pad(wide, (0, 0, 0, missing)) if missing else wide
+        ready.append(wide.transpose(1, 2))
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(part.dtype for part in ready):  # a decay keeps its float32
+        places = [place for place, part in enumerate(ready) if part.dtype == dtype]
+        whole = ScatterHeads.apply(group, ranks, *(ready[place] for place in places))
+        found |= {place: each.transpose(1, 2) for place, each in zip(places, whole, strict=True)}
+    return [found[place].squeeze(-1) if part.dim() == 3 else found[place] for place, part in enumerate(parts)]
+
+
+def _before(x: Tensor, width: int, group: ProcessGroup) -> Tensor:
+    """The ``width`` positions before this rank's: ``[B, C, S/n] -> [B, C, width]``, fewer where the sequence begins.
+
+    Every rank's end is sent to all, since a part may be shorter than ``width``. The first rank takes nothing of it, but
+    takes part in the exchange of gradients, like all others.
+    """
+    if not width:
+        return x[..., :0]
+    ends = x[..., max(x.shape[-1] - width, 0) :]
+    of_all = AllToAll.apply(ends.expand(group.size(), *ends.shape), group)
+    earlier = of_all[: group.rank()].movedim(0, -2).flatten(-2)
+    return earlier[..., max(earlier.shape[-1] - width, 0) :]
