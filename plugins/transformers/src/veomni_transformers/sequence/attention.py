@@ -88,18 +88,21 @@ def _shared_options(options: dict[str, Any], group: ProcessGroup) -> dict[str, A
 def whole_mask(build: Callable[..., Any], whole: Callable[[], WholeSequence], *, reads_positions: bool) -> Attention:
     """Wrap transformers' mask function ``build``, so that it builds the mask of the whole sequence.
 
-    transformers calls it with the lengths, padding and packing of this rank's part; ``whole`` returns the whole
-    sequence's. ``reads_positions``: packed sequences are kept apart by the mask, not by the kernel's ``cu_seq_lens``.
+    In the decoder transformers calls it with the lengths, padding and packing of this rank's part; ``whole`` returns
+    the whole sequence's. Outside, where Gemma 3 builds its masks, it is called with those. ``reads_positions``: packed
+    sequences are kept apart by the mask, not by the kernel's ``cu_seq_lens``.
     """
     from transformers.masking_utils import and_masks, find_packed_sequence_indices, packed_sequence_mask_function
 
     def mask(**call: Any) -> Any:
+        sequence = whole()
+        if not sequence.is_cut:
+            return build(**call)
         if call.get("use_vmap"):
             raise ConfigError(
                 "this model adds its own mask function, which needs positions that one rank doesn't hold; it can't run "
                 "sequence-parallel"
             )
-        sequence = whole()
         length: dict[str, Any] = {"q_length": sequence.length}
         if "cache_position" in call:  # transformers before 5.6 passes each query's position, not their number
             length = {"cache_position": torch.arange(sequence.length, device=call["cache_position"].device)}

@@ -8,18 +8,29 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig
 
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.errors import ConfigError
+from veomni_core.planning.decisions import SiteDecision
 from veomni_core.sites.site import Site
 from veomni_transformers.attention.config_changes import interface_of
-from veomni_transformers.attention.locator import attention_function, reads_interface
+from veomni_transformers.attention.locator import attention_function, readers_by_owner, reads_interface
 from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
 from veomni_transformers.sequence.exchange import check_heads
+from veomni_transformers.sequence.inputs import unknown_arguments
 
 LOAD_BALANCING = "load_balancing_loss_func"
 _LAYERS = {"full_attention", "sliding_attention"}
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
+
+def of_text(model: Any, attention: Sequence[SiteDecision]) -> Sequence[SiteDecision]:
+    """Of the attention sites of a model with towers, that of its text decoder; all of them where none is."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if isinstance(config, PretrainedConfig) else None
+    found = [each for each in attention if vars(model.get_submodule(each.site.path)).get("config") is text]
+    return found or attention
 
 
 def refuse_model(model: nn.Module, attention: Sequence[Site], balancing: Sequence[Site], ranks: int) -> None:
@@ -42,7 +53,8 @@ def _problems(model: Any, attention: Sequence[Site], balancing: Sequence[Site], 
             f"interface; found {len(attention)}: {found}"
         )
         return
-    interface = interface_of(holders[0])
+    (decoder,), (site,) = holders, attention
+    interface = interface_of(decoder)
     if interface == EAGER:
         yield (
             "its attention is eager, which would see only this rank's positions; choose a kernel: "
@@ -54,13 +66,13 @@ def _problems(model: Any, attention: Sequence[Site], balancing: Sequence[Site], 
             "are not there for one rank's share of the heads; bind a kernel of veomni-flash-attn first: "
             'bind(model, {"attn_implementation": "flash_attention_2"}), or 3 or 4'
         )
-    config = holders[0].config.get_text_config()
+    config = decoder.config.get_text_config()
     query_heads = config.num_attention_heads
     try:
         check_heads(query_heads, getattr(config, "num_key_value_heads", None) or query_heads, ranks)
     except ValueError as error:
         yield str(error)
-    if getattr(config, "is_encoder_decoder", False):
+    if any(getattr(each, "is_encoder_decoder", False) for each in (config, model.config)):
         yield "it has an encoder and a decoder, with attention across them"
     if others := sorted({*(getattr(config, "layer_types", None) or ())} - _LAYERS):
         yield f"it has layers of type {', '.join(others)}, which mix positions in other ways than plain attention"
@@ -72,12 +84,14 @@ def _problems(model: Any, attention: Sequence[Site], balancing: Sequence[Site], 
                 f"{name} is {rate}, and ranks with equal seeds would draw the same dropout mask for their different "
                 f"heads; build the model with {name}=0.0"
             )
-    if kinds := sorted({*_kinds_of_rope(model)}):
+    if kinds := sorted({*_kinds_of_rope(decoder)}):
         yield (
             f"its rotary embedding ({', '.join(kinds)}) depends on the sequence's length, and one rank sees only a "
             "part of the sequence; types that don't depend on it (default, linear, llama3, yarn) can run"
         )
-    yield from _mixers(model)
+    yield from _mixers(decoder)
+    if decoder is not model:
+        yield from _not_cut(model, site.path)
     forward = inspect.signature(type(model).forward).parameters
     if "labels" in forward and not _is_causal_loss(model):
         yield "its loss is not that of a causal language model, token by token"
@@ -94,6 +108,25 @@ def _problems(model: Any, attention: Sequence[Site], balancing: Sequence[Site], 
                 f"its load-balancing loss at {site.path or 'the model'}, found by the rule {site.rule!r}, is not "
                 f"computed by {LOAD_BALANCING} in that module's forward, so it would cover one rank's tokens only"
             )
+
+
+def _not_cut(model: nn.Module, path: str) -> Iterator[str]:
+    """What the decoder at ``path`` is given, or what reads its attention, that is not known to be cut rightly."""
+    decoder = model.get_submodule(path)
+    parameters = [*inspect.signature(current_forward(decoder)).parameters][1:]
+    if "inputs_embeds" not in parameters:
+        yield f"its decoder {path} ({type(decoder).__name__}) takes no inputs_embeds, at which sequences are cut"
+    if unknown := unknown_arguments(parameters):
+        yield (
+            f"its decoder {path} ({type(decoder).__name__}) takes {', '.join(unknown)}, of which it isn't known how to "
+            "shard them along the sequence"
+        )
+    within = f"{path}."
+    readers = readers_by_owner(model)
+    if outside := [reader for reader in readers[path] if not reader.startswith(within)]:
+        yield f"{', '.join(outside)} outside of its decoder {path} reads the attention of the decoder's config"
+    if inside := [owner for owner in readers if owner.startswith(within)]:
+        yield f"{', '.join(inside)} within its decoder {path} has attention of another config"
 
 
 def reads_positions_from_mask(model: nn.Module) -> bool:

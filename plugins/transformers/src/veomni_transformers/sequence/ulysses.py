@@ -20,9 +20,15 @@ from veomni_transformers.attention.mask_builders import takes_lengths
 from veomni_transformers.proving.functions import current_forward, global_functions, with_globals
 from veomni_transformers.sequence.attention import ulysses_attention, whole_mask
 from veomni_transformers.sequence.exchange import ranks_of
-from veomni_transformers.sequence.forward import RunningForward, causal_loss, load_balancing_loss, split_forward
+from veomni_transformers.sequence.forward import (
+    RunningForward,
+    causal_loss,
+    load_balancing_loss,
+    split_forward,
+    whole_forward,
+)
 from veomni_transformers.sequence.model_sites import sites_of
-from veomni_transformers.sequence.refusals import LOAD_BALANCING, refuse_model
+from veomni_transformers.sequence.refusals import LOAD_BALANCING, of_text, refuse_model
 
 _NUMBERS = itertools.count(1)
 
@@ -102,7 +108,7 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None) -> Sequen
     if any(isinstance(each, SequenceParallel) for each in transformations_reaching(model)):
         raise BindingError("this model is sequence-parallel already: undo() that first")
     decisions = sites_of(model)
-    attention = [decision for decision in decisions if decision.site.op_name == "attention"]
+    attention = of_text(model, [decision for decision in decisions if decision.site.op_name == "attention"])
     balancing = [decision.site for decision in decisions if decision.site.op_name == "load_balancing_loss"]
     refuse_model(model, [decision.site for decision in attention], balancing, ranks)
     (chosen,) = attention
@@ -137,4 +143,6 @@ def _changes(
     if "labels" in inspect.signature(type(model).forward).parameters:
         of_all_ranks: Any = causal_loss(model.loss_function, running)  # type: ignore[arg-type]
         yield "", owner, AttributeChange(model, "_loss_function", of_all_ranks)
-    yield "", owner, ForwardChange(model, split_forward(model, running, by_lengths, attention, name))
+    decoder = model.get_submodule(attention)
+    yield attention, owner, ForwardChange(decoder, split_forward(decoder, running, by_lengths, model))
+    yield "", owner, ForwardChange(model, whole_forward(model, running, attention, name))
