@@ -8,7 +8,7 @@ row counts as packed there, and attention gets a mask: with sdpa on an H100 that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -95,6 +95,7 @@ def _without_layers(module: nn.Module) -> nn.Module:
 
 
 def _forward(own: Function, of_plain_rows: Function) -> Function:
+    @wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and _numbers_its_rows(args, kwargs):
             return of_plain_rows(self, *args, **kwargs)
