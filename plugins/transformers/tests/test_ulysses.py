@@ -12,6 +12,7 @@ import ulysses_bound
 import ulysses_groups
 import ulysses_models
 import ulysses_multimodal
+import ulysses_overlap
 import ulysses_pieces
 import ulysses_refusals
 from ulysses_ranks import CHECKS
@@ -20,7 +21,8 @@ from distributed import run_ranks
 from veomni_core.errors import HostError
 from veomni_transformers.sequence import apply_ulysses
 
-MODULES = (ulysses_pieces, ulysses_models, ulysses_multimodal, ulysses_groups, ulysses_refusals, ulysses_bound)
+MODULES = (ulysses_pieces, ulysses_models, ulysses_multimodal, ulysses_overlap, ulysses_groups, ulysses_refusals)
+MODULES += (ulysses_bound,)
 
 
 # Gradients of weights and of the loss, one kernel with an option, one refusal; `make test-all` runs every check.

@@ -55,6 +55,7 @@ def compare(
     ops: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float64,
     like: dict[str, Any] | None = None,
+    overlap: bool = False,
     **config: Any,
 ) -> None:
     """Loss, auxiliary loss, logits and the mean of the ranks' gradients are those of one rank.
@@ -69,8 +70,8 @@ def compare(
         model.to(dtype).load_state_dict(reference.state_dict())
     wanted = reference(**batch, use_cache=False)
     wanted.loss.backward()
-    with apply_ulysses(model) as applied:
-        assert f"sp={size()}" in applied.describe()
+    with apply_ulysses(model, overlap=overlap) as applied:
+        assert f"sp={size()}" in applied.describe() and ("overlapping" in applied.describe()) == overlap
         found = model(**(like or batch))
         found.loss.backward()
     torch.testing.assert_close(

@@ -52,7 +52,11 @@ def across_ranks(model: Any, modality: str = "image") -> dict[str, Tensor]:
 
 
 def equal_to_one_process(
-    family: str, batch: dict[str, Tensor], ops: dict[str, Any] | None = None, dtype: torch.dtype = torch.float64
+    family: str,
+    batch: dict[str, Tensor],
+    ops: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float64,
+    overlap: bool = False,
 ) -> None:
     """Loss, logits and the mean of the ranks' gradients are those of one process, in the towers too."""
     reference, model = tiny_model(family), tiny_model(family)
@@ -67,7 +71,7 @@ def equal_to_one_process(
     batch = {name: each.to(dtype) if each.is_floating_point() else each for name, each in batch.items()}
     wanted = reference.to(dtype)(**batch)
     wanted.loss.backward()
-    with apply_ulysses(model.to(dtype)) as applied:
+    with apply_ulysses(model.to(dtype), overlap=overlap) as applied:
         assert f"sp={size()}" in applied.describe()
         found = model(**batch)
         found.loss.backward()

@@ -38,11 +38,12 @@ class HeadShare:
     layer_idx: int | None
 
 
-def ulysses_attention(kernel: Attention, group: ProcessGroup) -> Attention:
+def ulysses_attention(kernel: Attention, group: ProcessGroup, *, exchanges: bool = True) -> Attention:
     """Wrap ``kernel`` for inputs and an output that are this rank's part of the sequence.
 
     ``query[B, Hq, S/n, D] -> [B, S/n, Hq, Dv]``. The mask, ``cu_seq_lens_q`` and ``cu_seq_lens_k`` must be those of the
-    whole sequence, and the sinks (``s_aux[Hq]``) those of all heads.
+    whole sequence, and the sinks (``s_aux[Hq]``) those of all heads. Without ``exchanges`` queries, keys and values
+    are those of the whole sequence and this rank's heads already, and so is the output.
     """
 
     def attend(
@@ -51,7 +52,8 @@ def ulysses_attention(kernel: Attention, group: ProcessGroup) -> Attention:
         options = _shared_options(options, group)
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
             attention_mask = slice_input_tensor(attention_mask, 1, group)
-        query, key, value = scatter_attention_heads(query, key, value, group)
+        if exchanges:
+            query, key, value = scatter_attention_heads(query, key, value, group)
         share = HeadShare(
             num_key_value_groups=query.shape[1] // key.shape[1],
             is_causal=getattr(module, "is_causal", True),
@@ -60,6 +62,8 @@ def ulysses_attention(kernel: Attention, group: ProcessGroup) -> Attention:
             layer_idx=getattr(module, "layer_idx", None),
         )
         output, _ = kernel(share, query, key, value, attention_mask, **options)
+        if not exchanges:
+            return output, None
         return gather_heads_scatter_seq(output, head_dim=2, seq_dim=1, group=group), None
 
     return attend

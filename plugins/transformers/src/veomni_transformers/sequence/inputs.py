@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class WholeSequence:
     ``padding[B, S]`` and ``position_ids[B, S]`` are as the caller passed them. ``labels_here[B, S/n]`` are this rank's
     labels, already shifted. ``items`` is the number of labels on all ranks that are not ignored. ``loss_was_taken``
     becomes True when the model calls its loss function. ``is_cut`` is True while this rank's part alone is computed.
+    ``angles`` are pairs of ``cos`` and ``sin``, this rank's and those of all positions.
     """
 
     batch: int
@@ -44,6 +45,7 @@ class WholeSequence:
     items: Tensor | None = None
     loss_was_taken: bool = False
     is_cut: bool = False
+    angles: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
 
 def whole_inputs(inputs: dict[str, Any], group: ProcessGroup) -> tuple[dict[str, Any], WholeSequence]:

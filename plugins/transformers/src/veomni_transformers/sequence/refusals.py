@@ -19,6 +19,7 @@ from veomni_transformers.attention.locator import attention_function, readers_by
 from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
 from veomni_transformers.sequence.exchange import check_heads
 from veomni_transformers.sequence.inputs import unknown_arguments
+from veomni_transformers.sequence.overlap import why_not_overlapped
 
 LOAD_BALANCING = "load_balancing_loss_func"
 _LAYERS = {"full_attention", "sliding_attention"}
@@ -33,13 +34,18 @@ def of_text(model: Any, attention: Sequence[SiteDecision]) -> Sequence[SiteDecis
     return found or attention
 
 
-def refuse_model(model: nn.Module, attention: Sequence[Site], balancing: Sequence[Site], ranks: int) -> None:
+def refuse_model(
+    model: nn.Module, attention: Sequence[Site], balancing: Sequence[Site], ranks: int, overlap: bool = False
+) -> None:
     """Check that ``model``, with these sites, can run sequence-parallel over this many ranks.
 
     Raises:
         ConfigError: it can't; the message has every reason.
     """
-    if problems := list(_problems(model, attention, balancing, ranks)):
+    problems = list(_problems(model, attention, balancing, ranks))
+    if overlap and not problems:  # whose heads the ranks can share
+        problems += why_not_overlapped(model, readers_by_owner(model)[attention[0].path], ranks)
+    if problems:
         listed = "; ".join(problems)
         raise ConfigError(f"{type(model).__name__} can't run sequence-parallel over {ranks} ranks: {listed}")
 
