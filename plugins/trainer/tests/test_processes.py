@@ -146,7 +146,10 @@ def test_two_processes_share_sequences_with_pictures(
     assert "In force: sequence parallelism: Ulysses, sp=2, over sdpa" in printed
     alone, _ = _train(veomni, job, tmp_path / "single")
     _assert_same(shared, alone)
-    _assert_same(_train(_on_two, job, tmp_path / "fsdp", "train.sp_size=2", "train.fsdp_size=2")[0], alone)
+    changes = ("train.sp_size=2", "train.sp_overlap=true", "train.fsdp_size=2")
+    sharded, printed = _train(_on_two, job, tmp_path / "fsdp", *changes)
+    assert "Ulysses, sp=2, over sdpa, overlapping with projections" in printed
+    _assert_same(sharded, alone)
 
 
 def test_a_model_whose_sequences_cannot_be_shared_is_refused_before_its_weights_are_read(

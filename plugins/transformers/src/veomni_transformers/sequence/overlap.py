@@ -84,16 +84,17 @@ def why_not_overlapped(model: nn.Module, paths: Iterable[str], ranks: int) -> It
 
 
 def _why_not(module: Any, angles: Iterable[Any], ranks: int) -> str:
-    widths = [getattr(getattr(module, name, None), "out_features", None) for name in (*_PROJECTIONS, _OUTPUT)]
-    if None in widths:
+    linears = [getattr(module, name, None) for name in (*_PROJECTIONS, _OUTPUT)]
+    widths: list[int] = [each.out_features for each in linears[:3] if hasattr(each, "out_features")]
+    if len(widths) < len(_PROJECTIONS) or linears[-1] is None:
         return f"it has no linear projections {', '.join((*_PROJECTIONS, _OUTPUT))}"
     heads, twin = _heads(module), _twin(module)
-    if any(width % number for width, number in zip(widths, heads, strict=False)):
-        return f"its projections are {widths[:3]} wide, which its {heads[0]} and {heads[1]} heads don't divide"
+    if any(width % number for width, number in zip(widths, heads, strict=True)):
+        return f"its projections are {widths} wide, which its {heads[0]} and {heads[1]} heads don't divide"
     why = "its rotary embedding gives no cos and sin"
     for each in angles:
         if each is None or (isinstance(each, tuple) and all(isinstance(part, Tensor) for part in each)):
-            results, error = probe.attempt(partial(_by_heads, twin, widths[:3], heads, each, ranks))
+            results, error = probe.attempt(partial(_by_heads, twin, widths, heads, each, ranks))
             why = f"its forward does not run on some of its heads ({error})"
             if not error and not probe.close(*results):
                 return "its forward gives other values, or reads the hidden states beside its projections"
@@ -109,7 +110,7 @@ def _by_heads(
     forward = with_globals(type(twin).forward, {TABLE: _Table()})
     batch, length = (1, _LENGTH) if angles is None else angles[0].shape[-3:-1]
     projected = [probe.random(batch, length, width) for width in widths]
-    given = {} if angles is None else {_ANGLES: tuple(part.float() for part in angles)}
+    given: dict[str, Any] = {} if angles is None else {_ANGLES: tuple(part.float() for part in angles)}
     given |= {_HIDDEN: _nothing(projected[0], batch, length, twin.config.hidden_size), "attention_mask": None}
 
     def run(parts: Iterable[Tensor]) -> Tensor:
