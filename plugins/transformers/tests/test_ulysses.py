@@ -25,10 +25,13 @@ MODULES = (ulysses_pieces, ulysses_models, ulysses_multimodal, ulysses_overlap, 
 MODULES += (ulysses_bound,)
 
 
-# Gradients of weights and of the loss, one kernel with an option, one refusal; `make test-all` runs every check.
+# Gradients of weights and of the loss, one kernel with an option, pictures, exchanges that overlap, one refusal; `make
+# test-all` runs every check.
 FEW = (
     "llama_with_as_many_key_heads_as_ranks_or_fewer",
     "a_kernel_that_takes_lengths_and_sinks",
+    "features_of_early_layers_are_added_on_the_rank_of_their_positions",
+    "exchanges_are_under_way_while_others_are_projected",
     "attention_dropout_is_refused",
 )
 

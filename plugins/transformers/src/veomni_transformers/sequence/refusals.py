@@ -16,6 +16,7 @@ from veomni_core.planning.decisions import SiteDecision
 from veomni_core.sites.site import Site
 from veomni_transformers.attention.config_changes import interface_of
 from veomni_transformers.attention.locator import attention_function, readers_by_owner, reads_interface
+from veomni_transformers.proving import probe
 from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
 from veomni_transformers.sequence.exchange import check_heads
 from veomni_transformers.sequence.inputs import unknown_arguments
@@ -29,7 +30,7 @@ _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropo
 def of_text(model: Any, attention: Sequence[SiteDecision]) -> Sequence[SiteDecision]:
     """Of the attention sites of a model with towers, that of its text decoder; all of them where none is."""
     config = getattr(model, "config", None)
-    text = config.get_text_config() if isinstance(config, PretrainedConfig) else None
+    text, _ = probe.attempt(config.get_text_config) if isinstance(config, PretrainedConfig) else (None, "")
     found = [each for each in attention if vars(model.get_submodule(each.site.path)).get("config") is text]
     return found or attention
 
@@ -78,7 +79,7 @@ def _problems(model: Any, attention: Sequence[Site], balancing: Sequence[Site], 
         check_heads(query_heads, getattr(config, "num_key_value_heads", None) or query_heads, ranks)
     except ValueError as error:
         yield str(error)
-    if any(getattr(each, "is_encoder_decoder", False) for each in (config, model.config)):
+    if any(getattr(each, "is_encoder_decoder", False) for each in (config, getattr(model, "config", None))):
         yield "it has an encoder and a decoder, with attention across them"
     if others := sorted({*(getattr(config, "layer_types", None) or ())} - _LAYERS):
         yield f"it has layers of type {', '.join(others)}, which mix positions in other ways than plain attention"
