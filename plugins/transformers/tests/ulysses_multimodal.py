@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from tiny_multimodal import media_batch, text_batch, tiny_model, with_kinds
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.nn import functional as F
-from ulysses_models import grads_equal, packed_positions, registry
+from ulysses_models import grads_equal, grads_equal_as_wholes, packed_positions, registry
 from ulysses_ranks import check, close, raises, size
 
 from models import EVERY_KERNEL
@@ -81,14 +81,7 @@ def equal_to_one_process(
     if not ops:
         kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
         close(gather_outputs(found.logits, 1)[kept], wanted.logits[kept], "logits")
-    own = dict(model.named_parameters())
-    for name, parameter in reference.named_parameters():
-        if parameter.grad is not None:
-            mine = torch.zeros_like(parameter) if own[name].grad is None else own[name].grad
-            distributed.all_reduce(mine)
-            # Of the gradient as a whole: norms and the loss compute in float32 whatever the model's dtype.
-            off, size_of = (mine / size() - parameter.grad).norm(), parameter.grad.norm()
-            assert off <= 1e-6 * size_of + (1e-9 if dtype == torch.float64 else 1e-7), (name, off, size_of)
+    grads_equal_as_wholes(model, reference)
     beside = {path for paths in towers(model).values() for path in paths}
     given = any(name in batch for name in ("pixel_values", "pixel_values_videos", "input_features"))
     learned = [name for name, each in model.named_parameters() if each.grad is not None and each.grad.any()]

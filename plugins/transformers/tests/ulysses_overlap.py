@@ -7,7 +7,7 @@ import copy
 import torch
 from tiny_multimodal import tiny_model
 from torch import distributed
-from ulysses_models import causal_batch, compare, grads_equal, packed_positions
+from ulysses_models import causal_batch, compare, grads_equal_as_wholes, packed_positions
 from ulysses_multimodal import equal_to_one_process, mixed_batch
 from ulysses_ranks import check, raises, size
 
@@ -90,8 +90,8 @@ def overlapping_exchanges_are_computed_again_in_backward_and_copied_and_undone()
     twin, batch = copy.deepcopy(model), causal_batch()
     for each in (reference, twin, model):
         each(**batch, use_cache=False).loss.backward()
-    grads_equal(model, reference)
-    grads_equal(twin, reference)
+    grads_equal_as_wholes(model, reference)
+    grads_equal_as_wholes(twin, reference)
     applied.undo()
     assert [type(module) for module in model.modules()] == classes
     assert model(**batch).logits.shape[1] == size() * twin(**batch).logits.shape[1]
