@@ -84,7 +84,7 @@ def why_not_overlapped(model: nn.Module, paths: Iterable[str], ranks: int) -> It
 
 
 def _why_not(module: Any, angles: Iterable[Any], ranks: int) -> str:
-    linears = [getattr(module, name, None) for name in (*_PROJECTIONS, _OUTPUT)]
+    linears: list[Any] = [getattr(module, name, None) for name in (*_PROJECTIONS, _OUTPUT)]
     widths: list[int] = [each.out_features for each in linears[:3] if hasattr(each, "out_features")]
     if len(widths) < len(_PROJECTIONS) or linears[-1] is None:
         return f"it has no linear projections {', '.join((*_PROJECTIONS, _OUTPUT))}"
