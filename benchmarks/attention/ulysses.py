@@ -1,11 +1,14 @@
 """Ulysses sequence parallelism over the GPUs of one host: the same gradients as one GPU, and how fast.
 
-Start it with ``torchrun --standalone --nproc_per_node=N benchmarks/attention/ulysses.py [--name PAGE]``.
+Start it with ``torchrun --standalone --nproc_per_node=N benchmarks/attention/ulysses.py [--name PAGE]``. With
+``--layers KERNEL`` it measures bound Llama layers over that attention instead, with and without overlapping exchanges:
+``torchrun --standalone --nproc_per_node=2 benchmarks/attention/ulysses.py --layers sdpa [--length 65536]``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import sys
@@ -38,7 +41,6 @@ from veomni_transformers.sequence import (
 LENGTH, Q_HEADS, K_HEADS, WIDTH = 65536, 32, 8, 128
 COLUMNS = ("attention, forward+backward", "GPUs", "sequence", "ms", "TFLOP/s of each GPU", "tokens/s of all")
 SPECS = {spec.name: spec for spec in veomni_kernels()}
-KERNEL = SPECS["flash_attention_4"].load()
 # The last is how far losses and gradients may be off.
 TRAINED_WITH = (
     ("sdpa", torch.float32, 1e-3),
@@ -50,8 +52,13 @@ TRAINED_WITH = (
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+@functools.cache
+def kernel() -> Any:
+    return SPECS["flash_attention_4"].load()
+
+
 def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return KERNEL(AttentionModule(Q_HEADS // K_HEADS), q, k, v, None)[0]
+    return kernel()(AttentionModule(Q_HEADS // K_HEADS), q, k, v, None)[0]
 
 
 def shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -100,18 +107,60 @@ def gradients_are_exact(length: int) -> dict[str, float]:
 def milliseconds(attention: Attention, given: list[Tensor], repeats: int = 8) -> float:
     """The median of forward and backward, of the slowest rank each time; the ranks start together."""
     upstream = torch.randn(1, given[0].shape[2], Q_HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    return slowest(lambda: torch.autograd.grad(attention(*given), given, upstream), repeats)
 
+
+def slowest(run: Callable[[], Any], repeats: int) -> float:
     def start_together() -> None:
         torch.cuda.synchronize()
         distributed.barrier()
 
-    def both() -> None:
-        torch.autograd.grad(attention(*given), given, upstream)
+    mine = seconds(run, repeats, warm_ups=2, before=start_together, wait=torch.cuda.synchronize)
+    of_all = torch.tensor(mine, device="cuda")
+    distributed.all_reduce(of_all, distributed.ReduceOp.MAX)
+    return 1000 * statistics.median(of_all.tolist())
 
-    mine = seconds(both, repeats, warm_ups=2, before=start_together, wait=torch.cuda.synchronize)
-    slowest = torch.tensor(mine, device="cuda")
-    distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
-    return 1000 * statistics.median(slowest.tolist())
+
+def layers(attention: str, length: int, layer_count: int = 4, rounds: int = 3) -> dict[str, Any]:
+    """Forward and backward of Llama layers of 8B's widths, bound, with and without overlapping exchanges, by turns."""
+    config = LlamaConfig(
+        hidden_size=Q_HEADS * WIDTH,
+        intermediate_size=14336,
+        num_hidden_layers=layer_count,
+        num_attention_heads=Q_HEADS,
+        num_key_value_heads=K_HEADS,
+        vocab_size=4096,
+        max_position_embeddings=length,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    binding = bind(model, {"preset": "auto", "attn_implementation": attention})
+    ids = torch.randint(0, 4096, (1, length), generator=torch.Generator().manual_seed(0)).cuda()
+
+    def step() -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss
+
+    took: dict[bool, list[float]] = {False: [], True: []}
+    found: dict[bool, list[Tensor]] = {}
+    for overlap in (False, True) * rounds:
+        with apply_ulysses(model, overlap=overlap):
+            model.zero_grad()
+            found[overlap] = [step().detach(), *(each.grad.clone() for each in model.parameters())]
+            took[overlap].append(slowest(step, repeats=5))
+    off = max(relative_error(mine, wanted) for mine, wanted in zip(found[True], found[False], strict=True))
+    if not off < 5e-3:
+        raise SystemExit(f"overlapping exchanges give other losses or gradients: off by {off:.1e}")
+    kernels = {each.op_name: ", ".join(each.chosen) for each in binding.plan.ops}
+    return {
+        "kernels": str(kernels),
+        "ms": took[False],
+        "ms, overlapping": took[True],
+        "faster by": statistics.median(took[False]) / statistics.median(took[True]) - 1,
+        "gradients off": off,
+    }
 
 
 def training(sp_size: int, kernel: str, dtype: torch.dtype, steps: int = 5) -> dict[str, float]:
@@ -164,12 +213,21 @@ def batch(seed: int) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--name", help="the result file to write; none without it")
-    name = parser.parse_args().name
+    parser.add_argument("--layers", metavar="KERNEL", help="measure Llama layers over this attention instead")
+    parser.add_argument("--length", type=int, default=LENGTH, help="of the sequence, with --layers")
+    arguments = parser.parse_args()
+    name = arguments.name
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     distributed.init_process_group("nccl", device_id=device)
     ranks, first = distributed.get_world_size(), distributed.get_rank() == 0
     say: Callable[[str], None] = (lambda text: print(text, flush=True)) if first else (lambda text: None)
+
+    if arguments.layers:
+        for what, value in layers(arguments.layers, arguments.length).items():
+            say(f"{what}: {value}")
+        distributed.destroy_process_group()
+        return
 
     exact = gradients_are_exact(8192)
     say(f"sp={ranks} against one GPU, S=8192: {', '.join(f'{key} {value:.1e}' for key, value in exact.items())}")

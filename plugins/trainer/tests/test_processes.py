@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from test_equals_transformers_on_media import chats_of, write_rows
+from tiny_processors import media_folder, needs_torchvision
 
 from forked_processes import veomni, veomni_on_ranks
 from veomni_trainer.run import run_job
@@ -151,6 +153,27 @@ def test_two_processes_that_share_packed_sequences_of_a_hybrid_train_as_one(
     alone, _ = _train(veomni, job, tmp_path / "single")
     assert len(alone["loss"]) == 4
     _assert_same(shared, alone)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model_type", [needs_torchvision("qwen3_vl"), needs_torchvision("gemma3")])
+def test_two_processes_share_sequences_with_pictures(
+    job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path, model_type: str
+) -> None:
+    write_rows(chats_of("image"), "image", tmp_path)
+    folder = media_folder(model_type, tmp_path / "base")
+    job_data["model"] = {"weights": str(folder), "ops_implementation": {"preset": "auto"}}
+    job_data["data"] = {"files": "rows.jsonl", "sequence_length": 200}
+    job_data["train"] |= {"steps": 6, "batch_size": 3, "gradient_accumulation": 2, "save_every": "never"}
+    job = write_job(job_data)
+    shared, printed = _train(_on_two, job, tmp_path / "run", "train.sp_size=2")
+    assert "In force: sequence parallelism: Ulysses, sp=2, over sdpa" in printed
+    alone, _ = _train(veomni, job, tmp_path / "single")
+    _assert_same(shared, alone)
+    changes = ("train.sp_size=2", "train.sp_overlap=true", "train.fsdp_size=2")
+    sharded, printed = _train(_on_two, job, tmp_path / "fsdp", *changes)
+    assert "Ulysses, sp=2, over sdpa, overlapping with projections" in printed
+    _assert_same(sharded, alone)
 
 
 def test_a_model_whose_sequences_cannot_be_shared_is_refused_before_its_weights_are_read(

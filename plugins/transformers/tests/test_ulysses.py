@@ -12,6 +12,8 @@ import ulysses_bound
 import ulysses_groups
 import ulysses_hybrids
 import ulysses_models
+import ulysses_multimodal
+import ulysses_overlap
 import ulysses_pieces
 import ulysses_refusals
 from ulysses_ranks import CHECKS
@@ -20,13 +22,17 @@ from distributed import run_ranks
 from veomni_core.errors import HostError
 from veomni_transformers.sequence import apply_ulysses
 
-MODULES = (ulysses_pieces, ulysses_models, ulysses_hybrids, ulysses_groups, ulysses_refusals, ulysses_bound)
+MODULES = (ulysses_pieces, ulysses_models, ulysses_multimodal, ulysses_overlap, ulysses_hybrids, ulysses_groups)
+MODULES += (ulysses_refusals, ulysses_bound)
 
 
-# Gradients of weights and of the loss, a kernel with an option, a hybrid, refusals; `make test-all` runs every check.
+# Gradients of weights and of the loss, a kernel with an option, pictures, exchanges that overlap, a hybrid, refusals;
+# `make test-all` runs every check.
 FEW = (
     "llama_with_as_many_key_heads_as_ranks_or_fewer",
     "a_kernel_that_takes_lengths_and_sinks",
+    "features_of_early_layers_are_added_on_the_rank_of_their_positions",
+    "exchanges_are_under_way_while_others_are_projected",
     "attention_dropout_is_refused",
     "a_decay_keeps_its_precision_and_a_value_head_its_key",
     "a_hybrid_that_is_packed_or_padded",

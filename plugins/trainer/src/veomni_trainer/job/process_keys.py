@@ -25,6 +25,8 @@ class ProcessKeys(Section):
     """Whether accelerate shards the model (FSDP2) after each process has built it whole."""
     sp_size: int = Field(default=1, ge=1)
     """So many processes share each sequence (Ulysses sequence parallelism)."""
+    sp_overlap: bool = False
+    """Whether those exchange queries, keys and values while the next of them are projected."""
     fsdp_size: int = Field(default=1, ge=1)
     """Over so many groups of processes transformers shards the model while it is loaded (FSDP2)."""
     tp_size: int = Field(default=1, ge=1)

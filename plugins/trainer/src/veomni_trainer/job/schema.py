@@ -40,6 +40,10 @@ class Job(Section):
             raise ValueError(
                 f"train.warmup is {self.train.warmup} steps, but train.steps is {self.train.steps}; lower train.warmup"
             )
+        if self.train.sp_overlap and self.train.sp_size == 1:
+            raise ValueError(
+                "train.sp_overlap is for sequences that processes share; write train.sp_size, or leave it out"
+            )
         if self.data.sequence_length % self.train.sp_size:
             raise ValueError(
                 f"train.sp_size: {self.train.sp_size} processes can't share data.sequence_length "

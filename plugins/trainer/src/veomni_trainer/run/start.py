@@ -116,7 +116,7 @@ def prepare(
     set_process_timeout(job.train.timeout)
     arguments.ddp_find_unused_parameters = may_leave_parameters_unused(model, binding.plan, job.train)
     if group is not None:
-        apply_ulysses(model, group)
+        apply_ulysses(model, group, overlap=job.train.sp_overlap)
     if job.data.packing:
         check_packing(model, job.train.batch_size, conditions(job).autocast, group)
     trained = with_adapter(model, job, point.checkpoint) if job.lora else model

@@ -41,4 +41,4 @@ def check_sequence_parallel(job: Job, ops: OpsConfig, tokenizer: Tokenizer, grou
         VeOmniError: building the model would fail before its weights are loaded.
     """
     model = build_skeleton(job, ops, tokenizer)  # a local variable, since apply_ulysses keeps only a weak reference
-    apply_ulysses(model, group).undo()
+    apply_ulysses(model, group, overlap=job.train.sp_overlap).undo()

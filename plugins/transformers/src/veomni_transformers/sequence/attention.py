@@ -41,11 +41,12 @@ class HeadShare:
     layer_idx: int | None
 
 
-def ulysses_attention(kernel: Attention, group: ProcessGroup) -> Attention:
+def ulysses_attention(kernel: Attention, group: ProcessGroup, *, exchanges: bool = True) -> Attention:
     """Wrap ``kernel`` for inputs and an output that are this rank's part of the sequence.
 
     ``query[B, Hq, S/n, D] -> [B, S/n, Hq, Dv]``. The mask, ``cu_seq_lens_q`` and ``cu_seq_lens_k`` must be those of the
-    whole sequence, and the sinks (``s_aux[Hq]``) those of all heads.
+    whole sequence, and the sinks (``s_aux[Hq]``) those of all heads. Without ``exchanges`` queries, keys and values
+    are those of the whole sequence and this rank's heads already, and so is the output.
     """
 
     def attend(
@@ -54,7 +55,8 @@ def ulysses_attention(kernel: Attention, group: ProcessGroup) -> Attention:
         options = _shared_options(options, group)
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
             attention_mask = slice_input_tensor(attention_mask, 1, group)
-        query, key, value = scatter_attention_heads(query, key, value, group)
+        if exchanges:
+            query, key, value = scatter_attention_heads(query, key, value, group)
         share = HeadShare(
             num_key_value_groups=query.shape[1] // key.shape[1],
             is_causal=getattr(module, "is_causal", True),
@@ -63,6 +65,8 @@ def ulysses_attention(kernel: Attention, group: ProcessGroup) -> Attention:
             layer_idx=getattr(module, "layer_idx", None),
         )
         output, _ = kernel(share, query, key, value, attention_mask, **options)
+        if not exchanges:
+            return output, None
         return gather_heads_scatter_seq(output, head_dim=2, seq_dim=1, group=group), None
 
     return attend
@@ -92,18 +96,21 @@ def _shared_options(options: dict[str, Any], group: ProcessGroup) -> dict[str, A
 def whole_mask(build: Callable[..., Any], whole: Callable[[], WholeSequence], *, reads_positions: bool) -> Attention:
     """Wrap transformers' mask function ``build``, so that it builds the mask of the whole sequence.
 
-    transformers calls it with the lengths, padding and packing of this rank's part; ``whole`` returns the whole
-    sequence's. ``reads_positions``: packed sequences are kept apart by the mask, not by the kernel's ``cu_seq_lens``.
+    In the decoder transformers calls it with the lengths, padding and packing of this rank's part; ``whole`` returns
+    the whole sequence's. Outside, where Gemma 3 builds its masks, it is called with those. ``reads_positions``: packed
+    sequences are kept apart by the mask, not by the kernel's ``cu_seq_lens``.
     """
     from transformers.masking_utils import and_masks, find_packed_sequence_indices, packed_sequence_mask_function
 
     def mask(**call: Any) -> Any:
+        sequence = whole()
+        if not sequence.is_cut:
+            return build(**call)
         if call.get("use_vmap"):
             raise ConfigError(
                 "this model adds its own mask function, which needs positions that one rank doesn't hold; it can't run "
                 "sequence-parallel"
             )
-        sequence = whole()
         length: dict[str, Any] = {"q_length": sequence.length}
         if "cache_position" in call:  # transformers before 5.6 passes each query's position, not their number
             length = {"cache_position": torch.arange(sequence.length, device=call["cache_position"].device)}

@@ -16,11 +16,14 @@ from veomni_transformers.attention.config_changes import interface_of
 from veomni_transformers.proving.functions import current_forward
 from veomni_transformers.sequence.agreement import check_batches_agree
 from veomni_transformers.sequence.attention import packing_of
-from veomni_transformers.sequence.inputs import WholeSequence, check_positions, split_inputs
+from veomni_transformers.sequence.inputs import WholeSequence, check_positions, part_of, whole_inputs
 from veomni_transformers.sequence.losses import sum_over_ranks, whole_sequence
 from veomni_transformers.sequence.mixers import padding_builders, refuse_padding
 from veomni_transformers.sequence.recurrence import handed_down
 from veomni_transformers.sequence.refusals import reads_positions_from_mask
+
+# Arguments of towers, which transformers' models pass on to their decoder too, where nothing reads them.
+_OF_TOWERS = ("image_", "video_", "audio_")
 
 
 class RunningForward:
@@ -48,23 +51,20 @@ class RunningForward:
         return self.sequence
 
 
-def split_forward(
-    model: nn.Module, running: RunningForward, by_lengths: bool, config_at: str, interface: str, mixes: bool
-) -> Callable[..., Any]:
-    """A forward for ``model`` that is given a whole batch and runs this rank's part of it.
+def whole_forward(model: nn.Module, running: RunningForward, config_at: str, interface: str) -> Callable[..., Any]:
+    """A forward for ``model`` that is given a whole batch, around the decoder of :func:`split_forward`.
+
+    What runs outside of that decoder (towers, and what puts their features among those of words) computes the whole on
+    every rank. So each position's features have a gradient on one rank, and the ranks' mean is that of one process.
 
     Args:
         model: the model whose forward it replaces.
         running: what the model's functions share.
-        by_lengths: whether the attention is varlen: it takes the lengths of packed sequences, and no mask.
         config_at: the path of the module whose config selects the attention.
         interface: what that config must name; otherwise the forward raises.
-        mixes: whether layers beside attention mix positions, which are told of packed sequences and of padding.
     """
     original = current_forward(model)
-    _, *names = inspect.signature(original).parameters  # without self
-    by_mask = reads_positions_from_mask(model)
-    keeps_padding = not mixes or bool(padding_builders(model))
+    names = _arguments(original)
 
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,15 +73,7 @@ def split_forward(
         if not running.batches_agree and not torch.compiler.is_compiling():
             check_batches_agree(given, running.group)
             running.batches_agree = True
-        given, boundaries = handed_down(given) if mixes else (given, {})
-        inputs, whole = split_inputs(given, running.group)
-        if by_mask:
-            check_positions(whole)
-        if not keeps_padding:
-            refuse_padding(whole)
-        if by_lengths and not boundaries and "cu_seq_lens_q" not in inputs:
-            inputs |= packing_of(whole)
-        inputs |= boundaries
+        inputs, whole = whole_inputs(given, running.group)
         running.sequence = whole
         try:
             output = original(self, **inputs)
@@ -97,6 +89,50 @@ def split_forward(
     return forward
 
 
+def split_forward(
+    decoder: nn.Module, running: RunningForward, by_lengths: bool, of: nn.Module, mixes: bool
+) -> Callable[..., Any]:
+    """A forward for ``decoder`` that is given a whole batch and runs this rank's part of it.
+
+    Args:
+        decoder: the module whose forward it replaces: ``of`` itself, or the text decoder in it.
+        running: what the model's functions share.
+        by_lengths: whether the attention is varlen: it takes the lengths of packed sequences, and no mask.
+        of: the whole model.
+        mixes: whether layers beside attention mix positions, which are told of packed sequences and of padding.
+    """
+    original = current_forward(decoder)
+    names, by_mask = _arguments(original), reads_positions_from_mask(decoder)
+    not_passed = _OF_TOWERS if decoder is not of else ()
+    keeps_padding = not mixes or bool(padding_builders(decoder))
+
+    @wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = running.whole()
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {name: value for name, value in given.items() if not name.startswith(not_passed)}
+        given, boundaries = handed_down(given) if mixes else (given, {})
+        inputs = part_of(given, whole, running.group)
+        if by_mask:
+            check_positions(whole)
+        if not keeps_padding:
+            refuse_padding(whole)
+        if by_lengths and not boundaries and "cu_seq_lens_q" not in inputs:
+            inputs |= packing_of(whole)
+        inputs |= boundaries
+        whole.is_cut = True
+        try:
+            return original(self, **inputs)
+        finally:
+            whole.is_cut = False
+
+    return forward
+
+
+def _arguments(forward: Any) -> list[str]:
+    return [*inspect.signature(forward).parameters][1:]  # without self
+
+
 def causal_loss(original: Callable[..., Any], running: RunningForward) -> Callable[..., Tensor]:
     """The loss of the whole sequence: the sum over all ranks' labels, divided by the number of labels on all ranks."""
 
@@ -105,7 +141,7 @@ def causal_loss(original: Callable[..., Any], running: RunningForward) -> Callab
         whole.loss_was_taken = True
         items = whole.items if num_items_in_batch is None else num_items_in_batch
         kwargs |= {"num_items_in_batch": items, "shift_labels": whole.labels_here}
-        return sum_over_ranks(original(logits, labels, vocab_size, **kwargs), running.group)
+        return sum_over_ranks(original(logits, whole.labels_here, vocab_size, **kwargs), running.group)
 
     return loss
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,12 @@ from veomni_transformers.sequence.slicing import slice_input_tensor
 # Bounds and lengths of the sequences in a packed batch. They describe the whole batch, so they are not sliced.
 LENGTHS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 _NOT_CUT = LENGTHS | {"num_items_in_batch", "logits_to_keep"}
+# DeepStack: features of a tower's early layers, one row per picture's position, which decoder layers add there.
+_PICTURES, _ROWS = "visual_pos_masks", "deepstack_visual_embeds"
+_BY_POSITION = frozenset({"input_ids", "inputs_embeds", "labels", _PICTURES})
+_CUT = _BY_POSITION | {"attention_mask", "position_ids", _ROWS}
+# Of a decoder's arguments those that hold no tensors of positions.
+_SETTINGS = frozenset({"past_key_values", "use_cache", "cache_position", "return_dict", "kwargs"})
 
 
 @dataclass
@@ -26,7 +33,8 @@ class WholeSequence:
 
     ``padding[B, S]`` and ``position_ids[B, S]`` are as the caller passed them. ``labels_here[B, S/n]`` are this rank's
     labels, already shifted. ``items`` is the number of labels on all ranks that are not ignored. ``loss_was_taken``
-    becomes True when the model calls its loss function.
+    becomes True when the model calls its loss function. ``is_cut`` is True while this rank's part alone is computed.
+    ``angles`` are pairs of ``cos`` and ``sin``, this rank's and those of all positions.
     """
 
     batch: int
@@ -36,51 +44,101 @@ class WholeSequence:
     labels_here: Tensor | None = None
     items: Tensor | None = None
     loss_was_taken: bool = False
+    is_cut: bool = False
+    angles: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
 
-def split_inputs(inputs: dict[str, Any], group: ProcessGroup) -> tuple[dict[str, Any], WholeSequence]:
-    """This rank's part of a causal language model's keyword arguments, and what a forward must know of the whole.
+def whole_inputs(inputs: dict[str, Any], group: ProcessGroup) -> tuple[dict[str, Any], WholeSequence]:
+    """A model's keyword arguments without labels that are shifted already, and what its losses must know of the whole.
 
     Every rank of the group passes the same whole batch. Labels are shifted before they are sliced, so that the last
     token of a part learns to predict the first token of the next part.
 
     Raises:
-        ConfigError: the group's size doesn't divide the sequence length, a cache is requested, or it isn't known how to
-            shard one of the inputs along the sequence.
+        ConfigError: the group's size doesn't divide the sequence length, a cache is requested, or another argument that
+            one rank can't follow.
     """
     inputs = {name: value for name, value in inputs.items() if value is not None}
-    tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
-    if not isinstance(tokens, Tensor):
-        raise ConfigError("a sequence-parallel model needs input_ids or inputs_embeds as a tensor")
-    whole = WholeSequence(*tokens.shape[:2])
+    whole = WholeSequence(*_tokens(inputs).shape[:2])
     _check(inputs, whole.length, group)
-    mine: dict[str, Any] = {}
-    for name, value in inputs.items():
-        if name in ("input_ids", "inputs_embeds", "labels"):
-            mine[name] = slice_input_tensor(value, 1, group)
-        elif name not in ("attention_mask", "position_ids", "shift_labels"):
-            mine[name] = value
-    positions = inputs.get("position_ids")
-    if positions is None:
-        positions = torch.arange(whole.length, device=tokens.device).unsqueeze(0)
-    elif len(positions.shape) == 2:
-        whole.position_ids = positions
-    mine["position_ids"] = slice_input_tensor(positions, -1, group)
     mask = inputs.get("attention_mask")
-    if mask is None or len(mask.shape) == 2:
-        # transformers builds its masks from the lengths it sees, so it gets a padding mask of the whole length.
+    if isinstance(mask, Tensor) and mask.dim() == 2:
         whole.padding = mask
-        mask = torch.ones(whole.batch, whole.length, dtype=torch.bool, device=tokens.device) if mask is None else mask
-    mine["attention_mask"] = mask
-    labels = inputs.get("shift_labels")
+    labels = inputs.pop("shift_labels", None)
     if labels is None and "labels" in inputs:
         labels = F.pad(inputs["labels"], (0, 1), value=IGNORED)[..., 1:]
     if labels is not None:
         whole.labels_here = slice_input_tensor(labels, 1, group).contiguous()
         whole.items = (labels != IGNORED).sum().clamp_min(1)
-        mine.setdefault("labels", whole.labels_here)
+        inputs.setdefault("labels", labels)
+    return inputs, whole
+
+
+def part_of(inputs: dict[str, Any], whole: WholeSequence, group: ProcessGroup) -> dict[str, Any]:
+    """This rank's part of the keyword arguments of a decoder, which may be the model itself.
+
+    Positions are cut from those of the whole sequence, of one row or of several (``[3, B, S]`` of pictures, or
+    ``[4, B, S]`` with the text's first). ``whole`` is told of padding and of the text's positions.
+
+    Raises:
+        ConfigError: it isn't known how to shard one of the inputs along the sequence.
+    """
+    inputs = {name: value for name, value in inputs.items() if value is not None}
+    tokens = _tokens(inputs)
+    if tokens.shape[:2] != (whole.batch, whole.length):
+        raise ConfigError(
+            f"the decoder is given {tuple(tokens.shape[:2])} tokens of a batch of {(whole.batch, whole.length)}; with "
+            "sequence parallelism every position of the batch must be one of the decoder's"
+        )
+    for name, value in inputs.items():
+        if name not in _CUT | _NOT_CUT and _holds_tensors(value):
+            raise ConfigError(
+                f"sequence parallelism does not know how to shard the argument {name!r} along the sequence; call the "
+                "model without it"
+            )
+        if name in _BY_POSITION | {"position_ids"} and not isinstance(value, Tensor):
+            raise ConfigError(f"pass {name} as one tensor to a sequence-parallel model, not as {type(value).__name__}")
+    mine = {name: slice_input_tensor(v, 1, group) if name in _BY_POSITION else v for name, v in inputs.items()}
+    positions = inputs.get("position_ids")
+    if positions is None:
+        positions = torch.arange(whole.length, device=tokens.device).unsqueeze(0)
+    else:
+        of_text = positions[0] if positions.dim() == 3 and len(positions) == 4 else positions
+        whole.position_ids = of_text if of_text.dim() == 2 else None
+    mine["position_ids"] = slice_input_tensor(positions, -1, group)
+    mask = inputs.get("attention_mask")
+    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
+        # transformers builds its masks from the lengths it sees, so it gets a padding mask of the whole length.
+        whole.padding = mask
+        mask = torch.ones(whole.batch, whole.length, dtype=torch.bool, device=tokens.device) if mask is None else mask
+    mine["attention_mask"] = mask
+    if _ROWS in inputs:
+        pictures = inputs[_PICTURES]
+        here = torch.zeros_like(pictures)
+        slice_input_tensor(here, 1, group).fill_(True)
+        kept = here[pictures]
+        mine[_ROWS] = [rows[kept] for rows in inputs[_ROWS]]
     mine["use_cache"] = False
-    return mine, whole
+    return mine
+
+
+def unknown_arguments(names: Iterable[str]) -> list[str]:
+    """Of a decoder's arguments those that may hold tensors of which it isn't known how to shard them."""
+    known = _CUT | _NOT_CUT | _SETTINGS
+    return [name for name in names if name not in known and not name.startswith("output_")]
+
+
+def _tokens(inputs: dict[str, Any]) -> Tensor:
+    tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if not isinstance(tokens, Tensor):
+        raise ConfigError("a sequence-parallel model needs input_ids or inputs_embeds as a tensor")
+    return tokens
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, list | tuple | dict):
+        return any(_holds_tensors(each) for each in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def check_positions(whole: WholeSequence) -> None:
@@ -116,12 +174,3 @@ def _check(inputs: dict[str, Any], length: int, group: ProcessGroup) -> None:
             f"ignore_index={inputs['ignore_index']} is not supported with sequence parallelism, which counts the "
             f"labels itself: mark ignored labels with {IGNORED}, and leave ignore_index out"
         )
-    cut = {"input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "attention_mask"}
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.dim() > 0 and name not in cut | _NOT_CUT:
-            raise ConfigError(
-                f"sequence parallelism does not know how to shard the argument {name!r} along the sequence; call the "
-                "model without it"
-            )
-        if name in cut and isinstance(value, dict):
-            raise ConfigError(f"pass {name} as one tensor to a sequence-parallel model, not as a dict of tensors")

@@ -39,9 +39,10 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
 _FUNCTIONS = {CONVOLUTION: "causal_conv1d_fn", "mamba2_scan": "mamba2_chunk_scan"}
 
 
-def mixing_sites(decisions: Iterable[SiteDecision]) -> list[SiteDecision]:
-    """The sites of mixers' functions, bound or not."""
-    return [decision for decision in decisions if decision.site.op_name in _WRAPPERS]
+def mixing_sites(decisions: Iterable[SiteDecision], decoders: Sequence[str]) -> list[SiteDecision]:
+    """The sites of mixers' functions in the modules at these paths, bound or not."""
+    of_mixers = [decision for decision in decisions if decision.site.op_name in _WRAPPERS]
+    return [each for each in of_mixers if any(each.site.path.startswith(path) for path in decoders)]
 
 
 def mixer_problems(

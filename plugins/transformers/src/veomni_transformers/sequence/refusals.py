@@ -8,30 +8,50 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig
 
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.errors import ConfigError
 from veomni_core.planning.decisions import SiteDecision
 from veomni_core.sites.site import Site
 from veomni_transformers.attention.config_changes import interface_of
-from veomni_transformers.attention.locator import attention_function
+from veomni_transformers.attention.locator import attention_function, readers_by_owner
+from veomni_transformers.proving import probe
 from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
 from veomni_transformers.sequence.exchange import check_heads
+from veomni_transformers.sequence.inputs import unknown_arguments
 from veomni_transformers.sequence.mixers import mixer_problems
+from veomni_transformers.sequence.overlap import why_not_overlapped
 
 LOAD_BALANCING = "load_balancing_loss_func"
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
+def of_text(model: Any, attention: Sequence[SiteDecision]) -> Sequence[SiteDecision]:
+    """Of the attention sites of a model with towers, that of its text decoder; all of them where none is."""
+    config = getattr(model, "config", None)
+    text, _ = probe.attempt(config.get_text_config) if isinstance(config, PretrainedConfig) else (None, "")
+    found = [each for each in attention if vars(model.get_submodule(each.site.path)).get("config") is text]
+    return found or attention
+
+
 def refuse_model(
-    model: nn.Module, attention: Sequence[Site], balancing: Sequence[Site], mixers: Sequence[SiteDecision], ranks: int
+    model: nn.Module,
+    attention: Sequence[Site],
+    balancing: Sequence[Site],
+    mixers: Sequence[SiteDecision],
+    ranks: int,
+    overlap: bool = False,
 ) -> None:
     """Check that ``model``, with these sites, can run sequence-parallel over this many ranks.
 
     Raises:
         ConfigError: it can't; the message has every reason.
     """
-    if problems := list(_problems(model, attention, balancing, mixers, ranks)):
+    problems = list(_problems(model, attention, balancing, mixers, ranks))
+    if overlap and not problems:  # whose heads the ranks can share
+        problems += why_not_overlapped(model, readers_by_owner(model)[attention[0].path], ranks)
+    if problems:
         listed = "; ".join(problems)
         raise ConfigError(f"{type(model).__name__} can't run sequence-parallel over {ranks} ranks: {listed}")
 
@@ -47,7 +67,8 @@ def _problems(
             f"interface; found {len(attention)}: {found}"
         )
         return
-    interface = interface_of(holders[0])
+    (decoder,), (site,) = holders, attention
+    interface = interface_of(decoder)
     if interface == EAGER:
         yield (
             "its attention is eager, which would see only this rank's positions; choose a kernel: "
@@ -59,13 +80,13 @@ def _problems(
             "are not there for one rank's share of the heads; bind a kernel of veomni-flash-attn first: "
             'bind(model, {"attn_implementation": "flash_attention_2"}), or 3 or 4'
         )
-    config = holders[0].config.get_text_config()
+    config = decoder.config.get_text_config()
     query_heads = config.num_attention_heads
     try:
         check_heads(query_heads, getattr(config, "num_key_value_heads", None) or query_heads, ranks)
     except ValueError as error:
         yield str(error)
-    if getattr(config, "is_encoder_decoder", False):
+    if any(getattr(each, "is_encoder_decoder", False) for each in (config, getattr(model, "config", None))):
         yield "it has an encoder and a decoder, with attention across them"
     if getattr(config, "attention_chunk_size", None):
         yield "it uses chunked attention (attention_chunk_size)"
@@ -75,12 +96,14 @@ def _problems(
                 f"{name} is {rate}, and ranks with equal seeds would draw the same dropout mask for their different "
                 f"heads; build the model with {name}=0.0"
             )
-    if kinds := sorted({*_kinds_of_rope(model)}):
+    if kinds := sorted({*_kinds_of_rope(decoder)}):
         yield (
             f"its rotary embedding ({', '.join(kinds)}) depends on the sequence's length, and one rank sees only a "
             "part of the sequence; types that don't depend on it (default, linear, llama3, yarn) can run"
         )
-    yield from mixer_problems(model, "", mixers, getattr(config, "layer_types", None) or ())
+    yield from mixer_problems(model, site.path, mixers, getattr(config, "layer_types", None) or ())
+    if decoder is not model:
+        yield from _not_cut(model, site.path)
     forward = inspect.signature(type(model).forward).parameters
     if "labels" in forward and not _is_causal_loss(model):
         yield "its loss is not that of a causal language model, token by token"
@@ -97,6 +120,25 @@ def _problems(
                 f"its load-balancing loss at {site.path or 'the model'}, found by the rule {site.rule!r}, is not "
                 f"computed by {LOAD_BALANCING} in that module's forward, so it would cover one rank's tokens only"
             )
+
+
+def _not_cut(model: nn.Module, path: str) -> Iterator[str]:
+    """What the decoder at ``path`` is given, or what reads its attention, that is not known to be cut rightly."""
+    decoder = model.get_submodule(path)
+    parameters = [*inspect.signature(current_forward(decoder)).parameters][1:]
+    if "inputs_embeds" not in parameters:
+        yield f"its decoder {path} ({type(decoder).__name__}) takes no inputs_embeds, at which sequences are cut"
+    if unknown := unknown_arguments(parameters):
+        yield (
+            f"its decoder {path} ({type(decoder).__name__}) takes {', '.join(unknown)}, of which it isn't known how to "
+            "shard them along the sequence"
+        )
+    within = f"{path}."
+    readers = readers_by_owner(model)
+    if outside := [reader for reader in readers[path] if not reader.startswith(within)]:
+        yield f"{', '.join(outside)} outside of its decoder {path} reads the attention of the decoder's config"
+    if inside := [owner for owner in readers if owner.startswith(within)]:
+        yield f"{', '.join(inside)} within its decoder {path} has attention of another config"
 
 
 def reads_positions_from_mask(model: nn.Module) -> bool:

@@ -16,15 +16,22 @@ from veomni_core.errors import BindingError
 from veomni_core.planning.decisions import SiteDecision
 from veomni_transformers.attention.config_changes import config_changes, interface_of
 from veomni_transformers.attention.interface_names import RegisteredInterface
-from veomni_transformers.attention.locator import attention_function
+from veomni_transformers.attention.locator import attention_function, readers_by_owner
 from veomni_transformers.attention.mask_builders import takes_lengths
 from veomni_transformers.proving.functions import current_forward, global_functions, with_globals
 from veomni_transformers.sequence.attention import ulysses_attention, whole_mask
 from veomni_transformers.sequence.exchange import ranks_of
-from veomni_transformers.sequence.forward import RunningForward, causal_loss, load_balancing_loss, split_forward
+from veomni_transformers.sequence.forward import (
+    RunningForward,
+    causal_loss,
+    load_balancing_loss,
+    split_forward,
+    whole_forward,
+)
 from veomni_transformers.sequence.mixers import mixer_changes, mixing_sites
 from veomni_transformers.sequence.model_sites import sites_of
-from veomni_transformers.sequence.refusals import LOAD_BALANCING, refuse_model
+from veomni_transformers.sequence.overlap import overlapped_forward
+from veomni_transformers.sequence.refusals import LOAD_BALANCING, of_text, refuse_model
 
 _NUMBERS = itertools.count(1)
 
@@ -35,6 +42,7 @@ class SequenceParallel(Transformation):
     Attributes:
         group: the ranks that share each sequence. Deep copies of the model share the group.
         attention: the attention's name in configs.
+        overlap: whether exchanges run while projections are computed.
 
     Example:
         >>> import torch
@@ -54,23 +62,25 @@ class SequenceParallel(Transformation):
 
     name = "sequence parallelism"
 
-    def __init__(self, model: nn.Module, group: ProcessGroup, attention: str) -> None:
+    def __init__(self, model: nn.Module, group: ProcessGroup, attention: str, overlap: bool = False) -> None:
         super().__init__(model)
-        self.group, self.attention = group, attention
+        self.group, self.attention, self.overlap = group, attention, overlap
 
     def describe(self) -> str:
         """For receipts: ``Ulysses, sp=4, over flash_attention_4``."""
-        return f"Ulysses, sp={self.group.size()}, over {self.attention}"
+        overlapped = ", overlapping with projections" if self.overlap else ""
+        return f"Ulysses, sp={self.group.size()}, over {self.attention}{overlapped}"
 
 
-def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None) -> SequenceParallel:
+def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None, *, overlap: bool = False) -> SequenceParallel:
     """Let each rank of ``group`` run ``model`` on its part of the sequence, with whichever attention kernel is bound.
 
     Call it after :func:`veomni_core.bind` (and before DDP or FSDP2). From then on every rank of the group calls the
     model with the same whole batch (``input_ids[B, S]``, ``labels``, ``attention_mask``, ``position_ids``,
-    ``cu_seq_lens_q``); the model runs on ``[B, S/n]`` of it. ``loss`` and ``aux_loss`` are those of the whole sequence
-    on every rank; ``logits[B, S/n, V]`` are this rank's (:func:`gather_outputs` joins them). A parameter's gradient is
-    the *mean* over the ranks; DDP or FSDP2 over all data-parallel and sequence-parallel ranks computes that mean.
+    ``cu_seq_lens_q``, pixels, sound); the model runs on ``[B, S/n]`` of it. Towers run whole on each rank: the text
+    decoder is what is cut, with their features among those of words. ``loss`` and ``aux_loss`` are those of the whole
+    sequence on every rank; ``logits[B, S/n, V]`` are this rank's (:func:`gather_outputs` joins them). A parameter's
+    gradient is the *mean* over the ranks; DDP or FSDP2 over all data-parallel and sequence-parallel ranks computes it.
 
     A call of the model raises ``ConfigError`` for inputs that can't be sharded, ``HostError`` if the first batches of
     the ranks differ, and ``BindingError`` if another attention was chosen after this call.
@@ -78,6 +88,7 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None) -> Sequen
     Args:
         model: a transformers model, bound or not.
         group: the ranks that share the sequence; all ranks without it.
+        overlap: exchange queries, keys and values while the next of them are projected, and their gradients likewise.
 
     Returns:
         The transformation, with :meth:`SequenceParallel.undo`.
@@ -104,19 +115,25 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None) -> Sequen
     if any(isinstance(each, SequenceParallel) for each in transformations_reaching(model)):
         raise BindingError("this model is sequence-parallel already: undo() that first")
     decisions = sites_of(model)
-    attention = [decision for decision in decisions if decision.site.op_name == "attention"]
+    attention = of_text(model, [decision for decision in decisions if decision.site.op_name == "attention"])
     balancing = [decision.site for decision in decisions if decision.site.op_name == "load_balancing_loss"]
-    mixers = mixing_sites(decisions)
-    refuse_model(model, [decision.site for decision in attention], balancing, mixers, ranks)
+    mixers = mixing_sites(decisions, [each.site.path for each in attention])
+    refuse_model(model, [decision.site for decision in attention], balancing, mixers, ranks, overlap)
     (chosen,) = attention
-    name = chosen.kernel if chosen.bound else interface_of(model.get_submodule(chosen.site.path))
-    applied = SequenceParallel(model, group, name)
-    applied.apply(_changes(model, group, chosen.site.path, [site.path for site in balancing], mixers))
+    path = chosen.site.path
+    name = chosen.kernel if chosen.bound else interface_of(model.get_submodule(path))
+    applied = SequenceParallel(model, group, name, overlap)
+    applied.apply(_changes(model, group, path, [site.path for site in balancing], mixers, overlap))
     return applied
 
 
 def _changes(
-    model: nn.Module, group: ProcessGroup, attention: str, balancing: Sequence[str], mixers: Sequence[SiteDecision]
+    model: nn.Module,
+    group: ProcessGroup,
+    attention: str,
+    balancing: Sequence[str],
+    mixers: Sequence[SiteDecision],
+    overlap: bool,
 ) -> Iterator[tuple[str, str, Change]]:
     """Every change, with its module path: to attention, other mixers, load-balancing losses, and the whole model."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -127,7 +144,8 @@ def _changes(
     mask = ALL_MASK_ATTENTION_FUNCTIONS[own]
     by_lengths = takes_lengths(mask)
     over: Any = attention_function(model, attention)  # not None: eager attention is refused
-    function = ulysses_attention(over, group)
+    function = ulysses_attention(over, group, exchanges=not overlap)
+    readers = readers_by_owner(model)[attention] if overlap else ()
     whole_sequence_mask = whole_mask(mask, running.whole, reads_positions=not by_lengths)
     yield attention, owner, RegisteredInterface(model, function, whole_sequence_mask, name, beneath=own)
     for change in config_changes(model, attention, name):
@@ -142,4 +160,9 @@ def _changes(
     if "labels" in inspect.signature(type(model).forward).parameters:
         of_all_ranks: Any = causal_loss(model.loss_function, running)  # type: ignore[arg-type]
         yield "", owner, AttributeChange(model, "_loss_function", of_all_ranks)
-    yield "", owner, ForwardChange(model, split_forward(model, running, by_lengths, attention, name, bool(mixers)))
+    for path in readers:
+        reader = model.get_submodule(path)
+        yield path, owner, ForwardChange(reader, overlapped_forward(reader, group, lambda: running.sequence))
+    decoder = model.get_submodule(attention)
+    yield attention, owner, ForwardChange(decoder, split_forward(decoder, running, by_lengths, model, bool(mixers)))
+    yield "", owner, ForwardChange(model, whole_forward(model, running, attention, name))
