@@ -32,10 +32,14 @@ def fingerprint(corpus: Corpus) -> str:
 
 
 def _as_bytes(value: Any) -> bytes:
-    """A tensor's numbers; of a chat with media its text; what else is in a row, such as text, as JSON."""
+    """A tensor's numbers; of a chat with media its text; what else is in a row, as JSON: text, and images' pixels."""
     if isinstance(value, MediaChat):
         return value.text.encode()
-    return value.numpy().tobytes() if isinstance(value, Tensor) else json.dumps(value).encode()
+    return value.numpy().tobytes() if isinstance(value, Tensor) else json.dumps(value, default=_hash_of).encode()
+
+
+def _hash_of(image: Any) -> str:
+    return hashlib.sha256(image.tobytes()).hexdigest()
 
 
 def _some(sequences: Any) -> Iterator[Sequence]:

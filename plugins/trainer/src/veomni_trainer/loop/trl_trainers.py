@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -37,7 +38,11 @@ class MethodTrainer(JobTrainer):
             self.model.delete_adapter("ref")  # type: ignore[union-attr,operator]
 
     def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
-        return {"processing_class": self._method_inputs.tokenizer, "train_dataset": corpus.training}
+        processing: Any = self._method_inputs.tokenizer
+        if corpus.processor is not None:
+            processing = copy(corpus.processor.loaded)
+            processing.tokenizer = self._method_inputs.tokenizer
+        return {"processing_class": processing, "train_dataset": corpus.training}
 
     def count_tokens(self, inputs: dict[str, Any]) -> None:
         """Nothing yet: TRL may still have completions drawn. Its loss is computed of all tokens."""

@@ -17,7 +17,7 @@ from veomni_trainer.data.batches import CHAT
 from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.fingerprint import fingerprint
 from veomni_trainer.data.method_inputs import MethodInputs
-from veomni_trainer.data.rows import check_answers, prompt_ids, read_rows
+from veomni_trainer.data.rows import check_answers, prompt_ids, prompt_inputs, read_rows
 from veomni_trainer.data.streaming import Stream
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.load import dump_job
@@ -141,13 +141,16 @@ def prepare(
 def _sample(job: Job, corpus: Corpus, inputs: MethodInputs | None) -> Sample:
     """The tokens that each checkpoint's logits are kept for."""
     first: Any = next(iter(corpus.training.first(1))) if isinstance(corpus.training, Stream) else corpus.training[0]
-    if job.train.learns_from_rows:
+    media: dict[str, Any] = {}
+    if job.train.learns_from_rows and corpus.processor is not None:
+        media = {**prompt_inputs(first, corpus.processor, return_tensors="pt")}
+        ids = media.pop("input_ids")[0]
+    elif job.train.learns_from_rows:
         assert inputs is not None
         ids = torch.tensor(prompt_ids(first, inputs.tokenizer, job.train.columns[0]))
     else:
         ids = first["input_ids"]
     quantized = job.lora is not None and job.lora.quantization
-    media: dict[str, Any] = {}
     if CHAT in first:  # whole: what stands for a picture can't be cut
         media = {name: each for name, each in corpus.batcher()([first]).items() if name not in ("input_ids", "labels")}
     return Sample(
