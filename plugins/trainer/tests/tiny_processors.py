@@ -34,8 +34,8 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl", "qwen2_audi
 NEEDS_TORCHVISION = ("qwen2_5_vl", "qwen3_vl", "internvl")  # whose processors have one of videos
 
 
-def needs_torchvision(model_type: str) -> Any:
-    """The family as a parameter; skipped where its processor can't be made."""
+def needs_torchvision(model_type: str, *marks: Any) -> Any:
+    """The family as a parameter with ``marks``; skipped where its processor can't be made."""
     try:
         import torchvision  # noqa: F401
 
@@ -43,7 +43,7 @@ def needs_torchvision(model_type: str) -> Any:
     except (ImportError, RuntimeError):  # a build for another torch
         there = False
     skips = model_type in NEEDS_TORCHVISION and not there
-    return pytest.param(model_type, marks=[pytest.mark.skipif(skips, reason="its processor needs torchvision")])
+    return pytest.param(model_type, marks=[pytest.mark.skipif(skips, reason="its processor needs torchvision"), *marks])
 
 
 def media_folder(model_type: str, folder: Path) -> Path:

@@ -45,6 +45,7 @@ from veomni_trainer.setup.sharding import check_started
 from veomni_trainer.setup.tokenizer import job_tokenizer, other_ids
 from veomni_trainer.setup.trl_arguments import check_method, method_inputs, trl_config, trl_tokenizer
 from veomni_trainer.setup.unused_parameters import may_leave_parameters_unused
+from veomni_transformers.packed.document_positions import DocumentPositions
 from veomni_transformers.sequence import apply_ulysses
 
 if TYPE_CHECKING:
@@ -118,7 +119,9 @@ def prepare(
     if group is not None:
         apply_ulysses(model, group)
     if job.data.packing:
-        check_packing(model, job.train.batch_size, conditions(job).autocast, group)
+        if DocumentPositions.suits(model):
+            corpus = replace(corpus, positions=DocumentPositions(model))
+        check_packing(model, job.train.batch_size, conditions(job).autocast, group, corpus)
     trained = with_adapter(model, job, point.checkpoint) if job.lora else model
     inputs = method_inputs(job, tokenizer, arguments.device) if job.train.method != "pretrain" else None
     check_disk_space(job.train, folder, trained)
