@@ -11,11 +11,12 @@ import pytest
 from test_equals_transformers_on_media import chats_of, write_rows
 from tiny_processors import media_folder, needs_torchvision
 
+from veomni_core.errors import ConfigError
 from veomni_trainer.job.load import load_job
 from veomni_trainer.run.dry_run import dry_run
 
 Train = Callable[..., bool]
-APART = ("llava", "qwen2_audio", "gemma3", "internvl", "qwen2_5_vl", "qwen3_vl")
+APART = ("llava", "qwen2_audio", "internvl", "qwen2_5_vl", "qwen3_vl")
 
 
 @pytest.fixture
@@ -62,3 +63,14 @@ def test_packed_rows_are_learned_as_each_alone(
     assert alone[-1][0] < alone[0][0]
     for found, expected in zip(curve(run), alone, strict=True):
         assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.thorough
+def test_a_family_that_looks_for_images_elsewhere_in_a_packed_row_is_refused(rows: Any, train: Train) -> None:
+    """transformers' mask of packed sequences asks by position which image a token of Gemma 3 belongs to."""
+    data = rows("gemma3")
+    data["data"]["packing"] = True
+    with pytest.raises(
+        ConfigError, match=r"data\.packing: Gemma3\w+ can't keep packed documents with media apart\. The"
+    ):
+        train(data, "train.batch_size=1")

@@ -48,23 +48,29 @@ def check_packing(
 
 
 def _why_media_mix(model: PreTrainedModel, corpus: Corpus, autocast: str | None) -> str:
-    """Compare the two shortest documents with media of the first sequences, and the shortest behind them again."""
+    """Compare the two shortest documents with media of the first sequences, and the shortest behind them again.
+
+    Before them comes a document of text, so that media stand elsewhere in the sequence than in their documents.
+    """
     training: Any = corpus.training
     first = training.first(_LOOKED_AT) if isinstance(training, Stream) else islice(training, _LOOKED_AT)
-    found = [(each["input_ids"][span], chat) for each in first for span, chat in each.get(CHAT, ())]
+    found = [(each["input_ids"][span], chat) for each in first for span, chat in each.get(CHAT, ()) if chat.media]
     two = sorted(found, key=lambda document: len(document[0]))[:2]
     if not two:
         return ""
-    documents, batcher = [*two, two[0]], corpus.batcher()
+    ids, chat = two[0]
+    text: list[Any] = [(ids[chat.last :], None)] if chat.last < len(ids) else []
+    documents, batcher = [*text, *two, two[0]], corpus.batcher()
     ends = [*accumulate(len(ids) for ids, _ in documents)]
     packed = {
         "input_ids": torch.cat([ids for ids, _ in documents]),
         "position_ids": torch.cat([torch.arange(len(ids)) for ids, _ in documents]),
-        CHAT: [(slice(end - len(ids), end), chat) for end, (ids, chat) in zip(ends, documents, strict=True)],
+        CHAT: [(slice(end - len(ids), end), chat) for end, (ids, chat) in zip(ends, documents, strict=True) if chat],
     }
-    alone = [{"input_ids": ids, CHAT: [(slice(0, len(ids)), chat)]} for ids, chat in documents]
+    alone = [{"input_ids": ids, CHAT: [(slice(0, len(ids)), chat)] if chat else []} for ids, chat in documents]
 
     def inputs(sequence: dict[str, Any]) -> dict[str, Any]:
         return {name: value.to(model.device) for name, value in batcher([sequence]).items()}
 
-    return why_media_mix(model, inputs(packed), [*map(inputs, alone)], autocast)
+    tokens = [token for token in corpus.processor.taken.values() if token is not None] if corpus.processor else []
+    return why_media_mix(model, inputs(packed), [*map(inputs, alone)], tokens, autocast)

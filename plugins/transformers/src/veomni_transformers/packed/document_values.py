@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -60,7 +60,11 @@ def why_documents_mix(
 
 
 def why_media_mix(
-    model: PreTrainedModel, packed: Mapping[str, Any], alone: Sequence[Mapping[str, Any]], autocast: str | None = None
+    model: PreTrainedModel,
+    packed: Mapping[str, Any],
+    alone: Sequence[Mapping[str, Any]],
+    media_tokens: Collection[int],
+    autocast: str | None = None,
 ) -> str:
     """Compare as :func:`why_documents_mix` does, for documents with images, video or audio.
 
@@ -68,6 +72,7 @@ def why_media_mix(
         model: one that keeps documents of text apart.
         packed: its inputs for one sequence in which the documents are packed, on its device.
         alone: its inputs for each document, in the same order.
+        media_tokens: the ids that stand for media, for which outputs are compared apart: they are few.
         autocast: the type that the model trains under.
 
     Returns:
@@ -78,9 +83,22 @@ def why_media_mix(
             documents = [[each["input_ids"][0] for each in alone]]
             length = sum(map(len, documents[0]))
             together = {path: value[:, :length] for path, value in _run(model, None, **packed).items()}
+            each_packed = _by_document(together, documents)
             each_alone = [[_run(model, None, **each) for each in alone]]
-            differences = _differences(_by_document(together, documents), each_alone)
-            problem = _first_above(_tolerance(model, autocast), differences, model)
+            ids = torch.tensor([*media_tokens], device=model.device)
+            problem = ""
+            for chosen in ([torch.isin(each, ids) for each in documents[0]], [each >= 0 for each in documents[0]]):
+                if problem or not any(mask.any() for mask in chosen[1:]):
+                    continue
+                these = [
+                    [
+                        {path: value[..., mask, :] for path, value in each.items()}
+                        for each, mask in zip(row, chosen, strict=True)
+                    ]
+                    for row in (*each_packed, *each_alone)
+                ]
+                differences = _differences(these[:1], these[1:])
+                problem = _first_above(_tolerance(model, autocast), differences, model)
         except (PackedSequencesError, RuntimeError, ValueError, IndexError) as error:  # of the model's own code
             problem = (str(error).splitlines() or [type(error).__name__])[0]
     return problem and f"can't keep packed documents with media apart. {problem}"
