@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_equals_transformers import ARGUMENTS, ByHand
-from tiny_processors import COLOURS, FAMILIES, media_folder, needs_torchvision, picture
+from tiny_processors import COLOURS, FAMILIES, OMNI, media_folder, needs_torchvision, picture
 from transformers import AutoProcessor, TrainingArguments, set_seed
 
 from veomni_transformers.build import load_as_trained
@@ -98,12 +98,30 @@ def by_hand(rows: list[dict[str, Any]], folder: Path, out: Path, **more: Any) ->
     return [hand.losses[step] for step in sorted(hand.losses)]
 
 
+def _thorough(model_type: str) -> list[Any]:
+    return (
+        []
+        if model_type in ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl", "qwen2_audio")
+        else [pytest.mark.thorough]
+    )
+
+
 @pytest.mark.parametrize("method", ["pretrain", pytest.param("sft", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("model_type", [needs_torchvision(each) for each in FAMILIES])
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [needs_torchvision(each, "audio" if each == "qwen2_audio" else "image", marks=_thorough(each)) for each in FAMILIES]
+    + [needs_torchvision(each, "audio", marks=[pytest.mark.thorough]) for each in OMNI],
+)
 def test_a_job_on_media_has_the_losses_of_a_trainer_by_hand(
-    job_data: dict[str, Any], train: Train, losses: Losses, run: Path, tmp_path: Path, model_type: str, method: str
+    job_data: dict[str, Any],
+    train: Train,
+    losses: Losses,
+    run: Path,
+    tmp_path: Path,
+    model_type: str,
+    kind: str,
+    method: str,
 ) -> None:
-    kind = "audio" if model_type == "qwen2_audio" else "image"
     if kind == "audio":
         pytest.importorskip("soundfile")
         pytest.importorskip("soxr")

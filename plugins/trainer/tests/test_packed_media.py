@@ -47,7 +47,7 @@ def curve(run: Path) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("method", ["pretrain", pytest.param("sft", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "model_type",
-    [needs_torchvision(each, *([] if each == "llava" else [pytest.mark.thorough])) for each in APART],
+    [needs_torchvision(each, marks=[] if each == "llava" else [pytest.mark.thorough]) for each in APART],
 )
 def test_packed_rows_are_learned_as_each_alone(
     rows: Any, train: Train, run: Path, write_job: Any, model_type: str, method: str

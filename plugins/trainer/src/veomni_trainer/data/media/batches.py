@@ -18,6 +18,7 @@ from veomni_transformers.packed.document_positions import DocumentPositions
 
 _TOKENS = ("input_ids", "attention_mask")
 _SIZES = {"image_grid_thw": "image", "video_grid_thw": "video", "second_per_grid_ts": "video"}  # of each medium
+_CROSSED = "cross_attention_mask"  # of tokens, images and their tiles
 _KINDS = ("token_type_ids", "mm_token_type_ids")  # of tokens; models that take these want them for text too
 
 
@@ -45,6 +46,8 @@ class MediaBatcher:
                 batch[name] = torch.zeros(shape, dtype=torch.long)
         if places:
             self._add(batch, places)
+            if self._processor.gives_positions and "position_ids" not in batch:
+                batch.setdefault("attention_mask", torch.ones(shape, dtype=torch.long))
         return batch
 
     def _add(self, batch: dict[str, Tensor], places: Sequence[tuple[int, slice, MediaChat]]) -> None:
@@ -67,8 +70,8 @@ class MediaBatcher:
         for name, value in found.items():
             if name in _TOKENS or not isinstance(value, Tensor):
                 continue
-            if value.shape[:2] == processed and value.ndim == 2:  # of tokens
-                whole = torch.zeros(batch["input_ids"].shape, dtype=value.dtype)
+            if value.shape[:2] == processed and (value.ndim == 2 or name == _CROSSED):  # of tokens
+                whole = torch.zeros(*batch["input_ids"].shape, *value.shape[2:], dtype=value.dtype)
                 for each, (number, span, _) in zip(value, places, strict=True):
                     whole[number, span] = each[: span.stop - span.start]
                 batch[name] = whole

@@ -47,8 +47,10 @@ class MediaProcessor:
 
     Attributes:
         taken: the kinds of media that the model takes, each with the id of its token, if the model's config has one.
+        gives_positions: whether the model gives media positions of their own, some only where they get a mask.
     """
 
+    gives_positions = False
     taken: Mapping[str, int | None] = dict.fromkeys(KINDS)
 
     def __init__(
