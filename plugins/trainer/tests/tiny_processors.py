@@ -133,7 +133,9 @@ def _processor(model_type: str) -> Any:
     if model_type == "paligemma":
         image = transformers.SiglipImageProcessorPil(size={"height": 16, "width": 16})
         image.image_seq_length = 16
-        return transformers.PaliGemmaProcessor(image, _tokenizer(["<image>"]), chat_template=_template("<image>"))
+        tokenizer = _tokenizer(["<image>"])
+        tokenizer.bos_token = "<|endoftext|>"
+        return transformers.PaliGemmaProcessor(image, tokenizer, chat_template=_template("<image>"))
     if model_type == "mllama":
         image = transformers.MllamaImageProcessorPil(size={"height": 16, "width": 16}, max_image_tiles=1)
         tokenizer = _tokenizer(["<|image|>", "<|python_tag|>"])

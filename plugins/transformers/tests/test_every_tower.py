@@ -117,7 +117,7 @@ def test_one_rank_has_an_image_and_the_other_has_none():
 @pytest.mark.parametrize("bound", [False, True])
 def test_every_family_s_tower_runs(bound):
     types = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "gemma3", "paligemma", "llava_next"]
-    types += ["internvl", "mistral3", "idefics3"]
+    types += ["qwen3_5_moe", "internvl", "mistral3", "idefics3"]
     ranks(*(f'compare("{model_type}", {BOTH}, bound={bound})' for model_type in types))
 
 
@@ -159,6 +159,11 @@ def test_where_a_tower_can_not_run_without_input_all_ranks_say_so():
     )
     for output in run_ranks(body):
         assert "some ranks have pixel_values and others have none, and FSDPMllama" in output
+
+
+@pytest.mark.thorough
+def test_one_rank_has_a_sound_and_the_other_has_none():
+    ranks('compare("qwen2_audio", [("audio", "text"), ("text", "audio")], bound=True)')
 
 
 @pytest.mark.thorough(one_per=[])

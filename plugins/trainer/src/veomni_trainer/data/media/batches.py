@@ -16,7 +16,7 @@ from veomni_trainer.data.media.rows import MediaChat
 from veomni_trainer.data.reading import BadMedia
 from veomni_transformers.packed.document_positions import DocumentPositions
 
-_TOKENS = ("input_ids", "attention_mask")
+_TOKENS = ("input_ids", "attention_mask", "labels")  # the batch's own; PaliGemma's processor learns nothing of a chat
 _SIZES = {"image_grid_thw": "image", "video_grid_thw": "video", "second_per_grid_ts": "video"}  # of each medium
 _CROSSED = "cross_attention_mask"  # of tokens, images and their tiles
 _KINDS = ("token_type_ids", "mm_token_type_ids")  # of tokens; models that take these want them for text too
