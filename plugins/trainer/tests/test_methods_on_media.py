@@ -24,10 +24,6 @@ METHODS = ("dpo", "kto", "grpo", "rloo")
 REWARD = """
 def length(completions, **columns):
     return [float(len(turns[-1]["content"])) for turns in completions]
-
-
-def silent(completions, **columns):
-    return [None] * len(completions)
 """
 
 
@@ -122,7 +118,8 @@ def test_a_job_on_images_has_the_losses_of_trls_trainer(
     assert [loss for _, loss in losses(run)] == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("method", ["dpo", *(pytest.param(each, marks=pytest.mark.thorough) for each in METHODS[1:])])
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", METHODS)
 def test_bound_and_with_an_adapter_it_learns_and_exports_its_processor(
     pictures: Any, train: Train, losses: Losses, run: Path, method: str
 ) -> None:
@@ -152,6 +149,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.thorough(one_per=["method"])
 @pytest.mark.parametrize(("method", "changed", "what"), REFUSED, ids=[f"{each[0]}-{each[2][:24]}" for each in REFUSED])
 def test_what_trl_can_t_train_on_is_refused_before_the_first_step(
     pictures: Any, train: Train, tmp_path: Path, method: str, changed: dict[str, Any], what: str
