@@ -209,7 +209,8 @@ class _MethodRows:
         self._wanted, self.needs = train.columns, ", ".join(train.columns)
         self._classifies, self._draws = train.method == "classify", train.columns == PROMPTS
         self._columns: Columns | None = None
-        self._processor, self._media = tokenizer.processor, None
+        self._processor = tokenizer.processor
+        self._media: MediaRows | None = None
         self._no_media = tokenizer.no_media
         if not train.takes_images:
             self._no_media = (

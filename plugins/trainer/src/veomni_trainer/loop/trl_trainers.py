@@ -156,7 +156,7 @@ class DrawnTrainer(MethodTrainer):
         return super().inputs_of(model, corpus, train) | {"reward_funcs": list(self._method_inputs.rewards)}
 
     def curves(self) -> Row:
-        """As TRL has measured. Raises JobFileError where no function judged any completion, so that nothing is learned."""
+        """As TRL has measured. Raises JobFileError where no function judged any completion: that teaches nothing."""
         names: list[str] = self.reward_func_names  # type: ignore[attr-defined]
         judged = zip(*(self.measured()[f"rewards/{name}/mean"] for name in names), strict=True)
         if any(all(math.isnan(mean) for mean in means) for means in judged):
