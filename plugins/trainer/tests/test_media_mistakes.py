@@ -161,9 +161,9 @@ def test_a_method_on_rows_says_that_it_learns_text_alone(
     columns = {each: each for each in ("prompt", "chosen", "rejected")} | {"images": name}
     job_on([row, row], job_data, pictures, llava, columns=columns if name == "seen" else None)
     with pytest.raises(
-        JobFileError, match=rf"{where}, and train\.method: dpo learns text alone; pretrain and sft take"
+        JobFileError, match=rf"{where}, and train\.method: orpo learns text alone; pretrain and sft take"
     ):
-        train(job_data, "train.method=dpo")
+        train(job_data, "train.method=orpo")
 
 
 @pytest.mark.thorough

@@ -151,6 +151,7 @@ def test_what_can_t_be_is_answered_and_loses_nothing(
         ("1.0", JobFileError, "returned a float for 8 completions"),
         ("['good'] * 8", JobFileError, "returned 'good' for a completion; return a number or None"),
         ("[float('nan')] * 8", TrainingDivergedError, "returned nan for the completion"),
+        ("[None] * 8", JobFileError, "judge returned None for every completion up to step 1, so nothing is learned"),
     ],
 )
 def test_a_reward_that_judges_wrongly(here: Path, go: Go, returned: str, error: type[Exception], words: str) -> None:

@@ -117,7 +117,7 @@ def test_one_rank_has_an_image_and_the_other_has_none():
 @pytest.mark.parametrize("bound", [False, True])
 def test_every_family_s_tower_runs(bound):
     types = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "gemma3", "paligemma", "llava_next"]
-    types += ["internvl", "mistral3", "idefics3"]
+    types += ["qwen3_5_moe", "internvl", "mistral3", "idefics3"]
     ranks(*(f'compare("{model_type}", {BOTH}, bound={bound})' for model_type in types))
 
 
@@ -144,21 +144,23 @@ def test_transformers_engine_shards_it():
 
 
 @pytest.mark.thorough
-def test_where_a_tower_can_not_run_without_input_all_ranks_say_so():
+@pytest.mark.parametrize(
+    ("model_type", "kind", "what"),
+    [("mllama", "image", "pixel_values"), ("qwen2_audio", "audio", "input_features")],
+)
+def test_where_a_tower_can_not_run_without_input_all_ranks_say_so(model_type, kind, what):
     body = COMPARED.format(
-        calls="""
+        calls=f"""
     from veomni_core.errors import ConfigError
-    model = by_hand("mllama")
-    bind(model, {"preset": "eager"})
-    ids = text_batch(1, 10)
-    image = {"pixel_values": torch.randn(1, 1, 1, 3, 16, 16), "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long)}
+    model = by_hand("{model_type}")
+    bind(model, dict(preset="eager"))
     try:
-        model(**ids, **(image if rank == 0 else {}))
+        model(**(batch("{model_type}", "{kind}", 0) if rank == 0 else text_batch(1, 10)))
     except ConfigError as error:
         print(error)"""
     )
     for output in run_ranks(body):
-        assert "some ranks have pixel_values and others have none, and FSDPMllama" in output
+        assert f"some ranks have {what} and others have none, and FSDP" in output
 
 
 @pytest.mark.thorough(one_per=[])

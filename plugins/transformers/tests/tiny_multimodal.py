@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,6 +95,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {
         "text_config": {**_TEXT, **_LINEAR, "rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
+        "vision_config": _QWEN3_VISION,
+        **_TOKENS,
+        **_MARKS,
+    },
+    "qwen3_5_moe": {
+        "text_config": {
+            **{**_TEXT, **_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 16},
+            "rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0},
+        },
         "vision_config": _QWEN3_VISION,
         **_TOKENS,
         **_MARKS,
@@ -232,11 +242,21 @@ def text_batch(rows: int = 2, length: int = 12, seed: int = 0) -> dict[str, Tens
 def media_inputs(model_type: str, modality: str = "image", seed: int = 0) -> dict[str, Tensor]:
     """One image, video or sound, as the model's processor gives it."""
     torch.manual_seed(seed)
+    if model_type == "mllama":
+        sizes = {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long)}
+        return {
+            "pixel_values": torch.randn(1, 1, 1, 3, 16, 16),
+            **sizes,
+            "aspect_ratio_mask": torch.ones(1, 1, 1).long(),
+        }
+    if model_type == "qwen2_audio":
+        return {"input_features": torch.randn(1, 16, 16), "feature_attention_mask": torch.ones(1, 16).long()}
     if modality == "audio":
         return {"input_features": torch.randn(1, 16, 8), "feature_attention_mask": torch.ones(1, 8, dtype=torch.long)}
     name, grid = ("pixel_values", "image") if modality == "image" else ("pixel_values_videos", "video")
     if "depth" in CONFIGS[model_type]["vision_config"]:
-        return {name: torch.randn(16, 96), f"{grid}_grid_thw": torch.tensor([[1, 4, 4]])}
+        seconds = {"video_second_per_grid": torch.ones(1)} if "omni" in model_type and grid == "video" else {}
+        return {name: torch.randn(16, 96), f"{grid}_grid_thw": torch.tensor([[1, 4, 4]]), **seconds}
     images = {"idefics3": (1, 1), "llava_next": (1, 2)}.get(model_type, (1,))
     sizes = {"image_sizes": torch.tensor([[16, 16]])} if model_type in ("llava_next", "mistral3") else {}
     return {name: torch.randn(*images, 3, 16, 16), **sizes}
@@ -246,19 +266,43 @@ def media_batch(model: Any, modality: str = "image", seed: int = 0) -> dict[str,
     """A row of text with one image, video or sound in it; the placeholders are as many as the model makes features."""
     model_type = model.config.model_type
     inputs = media_inputs(model_type, modality, seed)
-    around = next(each for each in model.modules() if hasattr(type(each), f"get_{modality}_features"))
-    with torch.no_grad():
-        output = getattr(around, f"get_{modality}_features")(**inputs)
-    features = output.last_hidden_state if output.pooler_output is None else output.pooler_output
-    rows = sum(
-        each.flatten(0, -2).shape[0] for each in (features if isinstance(features, list | tuple) else [features])
-    )
+    rows = {"mllama": 1, "qwen2_audio": 4}.get(model_type) or _features(model, modality, inputs)
     token = {"image": _IMAGE, "video": _VIDEO, "audio": _AUDIO}[modality]
+    as_images = model_type == "glm4v" and modality == "video"  # whose videos are tokens of images, of another kind
+    token = _IMAGE if as_images else token
     text = text_batch(1, 12, seed)["input_ids"]
     marks = [] if modality == "audio" else [torch.tensor([[_START]]), torch.tensor([[_END]])]
     placeholders = torch.full((1, rows), token)
     ids = torch.cat([text[:, :4], *marks[:1], placeholders, *marks[1:], text[:, 4:]], dim=1)
-    return with_kinds(model_type, {"input_ids": ids, "labels": ids.masked_fill(ids == token, -100), **inputs})
+    if model_type == "mllama":  # each token behind the image sees it
+        inputs["cross_attention_mask"] = (torch.arange(ids.shape[1]) >= 5).long().view(1, -1, 1, 1)
+    batch = with_kinds(model_type, {"input_ids": ids, "labels": ids.masked_fill(ids == token, -100), **inputs})
+    return {**batch, "mm_token_type_ids": 2 * batch["mm_token_type_ids"]} if as_images else batch
+
+
+def mixed_batch(model: Any, modalities: Sequence[str]) -> dict[str, Tensor]:
+    """A row with one medium of each of the ``modalities``, and a row of text alone, which is padded."""
+    parts = [media_batch(model, each, seed) for seed, each in enumerate(modalities)]
+    ids = torch.cat([each["input_ids"] for each in parts], dim=1)
+    text = text_batch(1, 12, 7)["input_ids"]
+    mask = torch.ones(2, ids.shape[1], dtype=torch.long)
+    mask[1, 12:] = 0
+    media = {name: value for each in parts for name, value in each.items() if "ids" not in name and name != "labels"}
+    ids = torch.cat([ids, torch.nn.functional.pad(text, (0, ids.shape[1] - 12))])
+    labels = ids.masked_fill((mask == 0) | torch.isin(ids, torch.tensor([_IMAGE, _VIDEO, _AUDIO])), -100)
+    return with_kinds(model.config.model_type, {**media, "input_ids": ids, "attention_mask": mask, "labels": labels})
+
+
+def _features(model: Any, modality: str, inputs: dict[str, Tensor]) -> int:
+    """How many features the model makes of ``inputs``."""
+    around = next(each for each in model.modules() if hasattr(type(each), f"get_{modality}_features"))
+    with torch.no_grad():
+        inputs = {name: value for name, value in inputs.items() if not name.startswith("video_second")}
+        output = getattr(around, f"get_{modality}_features")(**inputs)
+    features = output.last_hidden_state if output.pooler_output is None else output.pooler_output
+    return sum(
+        each.flatten(0, -2).shape[0] for each in (features if isinstance(features, list | tuple) else [features])
+    )
 
 
 def with_kinds(model_type: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -266,6 +310,6 @@ def with_kinds(model_type: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     kinds = (batch["input_ids"] == _IMAGE).long() + 2 * (batch["input_ids"] == _VIDEO)
     if model_type in ("gemma3", "paligemma"):
         return {**batch, "token_type_ids": kinds}
-    if model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v"):
+    if model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"):
         return {**batch, "mm_token_type_ids": kinds}
     return batch

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from veomni_core.kernels import IGNORED
 
-CHAT = "chat"  # under which a sequence with media has its chat, for what makes batches
+CHAT = "chat"  # under which a sequence has its chats with media, for what makes batches, each with its slice
 
 
 class Batcher:
@@ -22,16 +22,20 @@ class Batcher:
     Args:
         padding: the token id that is padded with.
         multiple: padded lengths are multiples of it, for sequences that several processes share.
+        rows: of the positions of packed sequences: ``position_ids`` are ``[rows, B, S]``, or of one row ``[B, S]``.
     """
 
-    def __init__(self, padding: int, multiple: int = 1) -> None:
-        self._padding, self._multiple = padding, multiple
+    def __init__(self, padding: int, multiple: int = 1, rows: int = 1) -> None:
+        self._padding, self._multiple, self._rows = padding, multiple, rows
 
     def __call__(self, sequences: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         lengths = [len(each["input_ids"]) for each in sequences]
         longest = -(-max(lengths) // self._multiple) * self._multiple
         if all(length == longest for length in lengths):
-            return {name: torch.stack([each[name] for each in sequences]) for name in sequences[0]}
+            batch = {name: torch.stack([each[name] for each in sequences]) for name in sequences[0]}
+            if self._rows > 1 and "position_ids" in batch:
+                batch["position_ids"] = batch["position_ids"].repeat(self._rows, 1, 1)
+            return batch
         rows = [{**each, "attention_mask": torch.ones_like(each["input_ids"])} for each in sequences]
         fill = {"input_ids": self._padding, "labels": IGNORED, "attention_mask": 0}
         return {

@@ -120,8 +120,9 @@ def unread_that_matter(columns: Columns, there: Iterable[str]) -> list[str]:
 def check_unread(row: Row, columns: Columns, no_media: str) -> None:
     """Raise BadLine if ``row`` means something else without a value beside the ``columns`` that are read.
 
-    ``no_media`` says why images, video and audio are not read.
+    ``no_media`` says why images, video and audio are not read; empty where those of one column of a kind are.
     """
+    no_media = no_media or "only chats have places for it, and for one column of a kind; name it in data.columns"
     for name in unread_that_matter(columns, row):
         value = row[name]
         if name in _NOT_TEXT and value:

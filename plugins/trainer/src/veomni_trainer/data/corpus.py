@@ -28,6 +28,7 @@ from veomni_trainer.data.token_store import TokenStore, write_store
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.data_section import DataSection
 from veomni_trainer.job.source_keys import Source
+from veomni_transformers.packed.document_positions import DocumentPositions
 
 Rows = Dataset[Sequence]
 _Mask = NDArray[np.bool_]
@@ -84,6 +85,7 @@ class Corpus:
         notes: what the user should hear of.
         draws: of a mixture, how many sequences a training takes.
         processor: the model's, of the media in the sequences; ``None`` where there are none.
+        positions: of packed documents, for a model that takes four rows of them; ``None`` of others.
     """
 
     training: Rows | Stream
@@ -93,6 +95,7 @@ class Corpus:
     notes: tuple[str, ...] = ()
     draws: int = 0
     processor: MediaProcessor | None = None
+    positions: DocumentPositions | None = None
 
     @property
     def is_mixed(self) -> bool:
@@ -130,8 +133,8 @@ class Corpus:
 
     def batcher(self, multiple: int = 1) -> Batcher | MediaBatcher:
         """What makes batches of its sequences; their padded lengths are multiples of ``multiple``."""
-        batcher = Batcher(self.padding, multiple)
-        return batcher if self.processor is None else MediaBatcher(batcher, self.processor)
+        batcher = Batcher(self.padding, multiple, rows=4 if self.positions else 1)
+        return batcher if self.processor is None else MediaBatcher(batcher, self.processor, self.positions)
 
     @property
     def ends(self) -> dict[int, int]:

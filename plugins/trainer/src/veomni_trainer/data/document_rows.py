@@ -75,12 +75,8 @@ class DocumentRows:
         """
         if self._read is None or self._columns is None:
             raise BadLine("an object without columns")
-        no_media = (
-            self._tokenizer.no_media
-            or "only chats have places for it, and for one column of a kind; name it in data.columns"
-        )
         columns = self._columns if self._tokenizer.no_media else with_media(self._columns, row)
-        check_unread(row, columns, no_media)
+        check_unread(row, columns, self._tokenizer.no_media)
         return self._read(row, number)
 
     def show(self, read: Example | Document) -> None:

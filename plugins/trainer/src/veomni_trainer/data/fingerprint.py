@@ -11,7 +11,6 @@ import numpy as np
 from torch import Tensor
 
 from veomni_trainer.data.corpus import Corpus
-from veomni_trainer.data.media.rows import MediaChat
 from veomni_trainer.data.sequences import Sequence
 from veomni_trainer.data.streaming import Stream
 
@@ -32,10 +31,14 @@ def fingerprint(corpus: Corpus) -> str:
 
 
 def _as_bytes(value: Any) -> bytes:
-    """A tensor's numbers; of a chat with media its text; what else is in a row, such as text, as JSON."""
-    if isinstance(value, MediaChat):
-        return value.text.encode()
-    return value.numpy().tobytes() if isinstance(value, Tensor) else json.dumps(value).encode()
+    """A tensor's numbers; of chats with media their text; what else is in a row, as JSON: text, and images' pixels."""
+    if isinstance(value, list) and value and isinstance(value[0], tuple):
+        return "".join(chat.text for _, chat in value).encode()
+    return value.numpy().tobytes() if isinstance(value, Tensor) else json.dumps(value, default=_hash_of).encode()
+
+
+def _hash_of(image: Any) -> str:
+    return hashlib.sha256(image.tobytes()).hexdigest()
 
 
 def _some(sequences: Any) -> Iterator[Sequence]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from datasets import Dataset, Features, Json
+from datasets import Dataset, Features, Json, List, Value
 from pyarrow import ArrowInvalid, ArrowTypeError
 from transformers import PreTrainedTokenizerBase
 
@@ -22,14 +22,20 @@ from veomni_trainer.data.columns import (
     names_of,
     refuse_media,
     unread_that_matter,
+    with_media,
 )
 from veomni_trainer.data.corpus import Corpus, ReadSource
 from veomni_trainer.data.documents import Document, Example
 from veomni_trainer.data.labels import read_class, read_verdict
-from veomni_trainer.data.messages import Message, check_characters, read_tools
-from veomni_trainer.data.prompts import PromptReader, text_of, value_of
+from veomni_trainer.data.media.decoding import decode
+from veomni_trainer.data.media.placing import has_places
+from veomni_trainer.data.media.processor import MediaProcessor
+from veomni_trainer.data.media.rows import MediaRows
+from veomni_trainer.data.media.sources import Medium, media_in
+from veomni_trainer.data.messages import Message, check_characters, read_tools, words_of
+from veomni_trainer.data.prompts import PromptReader, Said, text_of, value_of
 from veomni_trainer.data.read import read_source
-from veomni_trainer.data.reading import BadLine, Reading
+from veomni_trainer.data.reading import BadLine, BadMedia, Reading
 from veomni_trainer.data.sequences import Counts
 from veomni_trainer.data.tables import Row
 from veomni_trainer.data.tokens import Tokenizer
@@ -37,7 +43,7 @@ from veomni_trainer.job.method_keys import PAIRS, PROMPTS
 from veomni_trainer.job.source_keys import Columns, Source
 from veomni_trainer.job.train_section import TrainSection
 
-TOOLS = "tools"
+TOOLS, IMAGES = "tools", "images"
 _KEY = "data.files"
 _ANSWERS = (*PAIRS[1:], "completion")
 _WHAT = {PAIRS: "preference pairs", PROMPTS: "prompts"}
@@ -57,16 +63,25 @@ def read_rows(source: Source, tokenizer: Tokenizer, train: TrainSection) -> Corp
     """The rows of a source, with the columns that ``train.method`` learns from.
 
     Prompts and what follows them are text, or lists of chat messages. Other columns of prompts stay, for the reward.
+    Where prompts have images, those of a row are in its column ``images``, decoded when the row is taken.
 
     Raises:
-        JobFileError: there is nothing to read, a column is missing, a line is broken and ``bad_lines`` is ``stop``, or
-            chats have no template.
+        JobFileError: there is nothing to read, a column is missing, a line is broken and ``bad_lines`` is ``stop``,
+            chats have no template, or GRPO has prompts with an image and others without.
     """
     reading = Reading(_KEY)
     rows = list(read_source(source, reading, _MethodRows(source, tokenizer, train, reading)))
     names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    if "image" in reading.media:
+        columns[IMAGES] = [row.get(IMAGES) or [] for row in rows]
+        if train.method == "grpo" and not all(columns[IMAGES]):
+            raise JobFileError(
+                f"{_KEY}: prompt {[*map(bool, columns[IMAGES])].index(False) + 1} has no image, and others have one. "
+                "TRL's trainer of train.method: grpo takes no such prompts together; leave one kind out"
+            )
     try:
-        dataset = _dataset({name: [row.get(name) for row in rows] for name in names})
+        dataset = _dataset(columns, reading.media)
     except (ArrowInvalid, ArrowTypeError) as error:
         raise JobFileError(
             f"{_KEY}: the rows of {source.files} don't fit into one table, since a column holds values of several "
@@ -76,15 +91,26 @@ def read_rows(source: Source, tokenizer: Tokenizer, train: TrainSection) -> Corp
     what = _WHAT.get(train.columns) or ("labelled texts" if train.method == "classify" else "judged completions")
     counts = RowCounts(0, len(rows), what=what)
     read = ReadSource(_KEY, reading, counts, source.weight, len(rows) * repeated, 0)
-    return Corpus(dataset, {}, (read,), tokenizer.end)
+    return Corpus(dataset, {}, (read,), tokenizer.end, processor=tokenizer.processor if reading.media else None)
 
 
-def _dataset(columns: dict[str, list[Any]]) -> Any:
+def _dataset(columns: dict[str, list[Any]], media: Mapping[str, int]) -> Any:
     """The columns as ``datasets`` holds them: what is nested as JSON. Arrow would give each mapping the keys of all."""
+    images: Any = {IMAGES: List({"path": Value("string"), "data": Value("binary")})} if media else {}
     nested = {name for name, values in columns.items() if any(isinstance(each, (dict, list)) for each in values)}
-    plain: Any = Dataset.from_dict({name: values for name, values in columns.items() if name not in nested})
-    features = Features({name: Json() if name in nested else plain.features[name] for name in columns})
-    return Dataset.from_dict(columns, features=features)
+    plain: Any = Dataset.from_dict({name: values for name, values in columns.items() if name not in {*nested, *images}})
+    features = {name: Json() if name in nested else plain.features.get(name) for name in columns} | images
+    dataset = Dataset.from_dict(columns, features=Features(features))
+    return dataset.with_transform(_with_decoded_images) if media else dataset
+
+
+def _with_decoded_images(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    if IMAGES not in rows:
+        return rows
+    try:
+        return {**rows, IMAGES: [[decode(Medium("image", **each)) for each in images] for images in rows[IMAGES]]}
+    except BadMedia as problem:
+        raise JobFileError(f"{_KEY}: {problem}, which could be read before training") from problem
 
 
 def check_answers(
@@ -105,14 +131,15 @@ def check_answers(
     reserved = train.drawn.max_completion_length if train.drawn else 1
     beside = f"train.{train.method}.max_completion_length" if train.drawn else "the first token of an answer"
     room, rows = longest - reserved, cast("Iterable[dict[str, Any]]", corpus.training)
+    processor = corpus.processor
     if train.method == "classify":
         cut = sum(len(prompt_ids(row, tokenizer, train.columns[0])) > longest for row in rows)
         note = f"warning: {cut:,} texts are longer than data.sequence_length {longest:,}, and are cut off there"
         return replace(corpus, notes=(*corpus.notes, note)) if cut else corpus
     cut = same = 0
     for number, row in enumerate(rows, start=1):
-        ids = prompt_ids(row, tokenizer)
-        whole = [_whole(row, name, tokenizer) for name in train.columns if name in _ANSWERS]
+        ids = prompt_inputs(row, processor)["input_ids"][0] if processor else prompt_ids(row, tokenizer)
+        whole = [_whole(row, name, tokenizer, processor) for name in train.columns if name in _ANSWERS]
         if train.method == "reward" and (most := max(map(len, whole))) > longest:
             raise JobFileError(
                 f"{_KEY}: pair {number} has {most:,} tokens, and data.sequence_length is {longest:,}; raise it, or "
@@ -141,9 +168,13 @@ def check_answers(
     return replace(corpus, notes=(*corpus.notes, *notes))
 
 
-def _whole(row: Mapping[str, Any], name: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _whole(
+    row: Mapping[str, Any], name: str, tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None
+) -> list[int]:
     """The tokens of a row's prompt with the answer ``name``, as TRL's trainers count them."""
     said = row["prompt"] + row[name]
+    if processor is not None:
+        return list(prompt_inputs({**row, "prompt": said}, processor, is_asked=False)["input_ids"][0])
     if isinstance(said, str):
         end = str(tokenizer.eos_token)
         return list(tokenizer(said if said.endswith(end) else said + end)["input_ids"])  # type: ignore[arg-type]
@@ -160,6 +191,15 @@ def prompt_ids(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, name:
     return list(encoded["input_ids"])
 
 
+def prompt_inputs(row: Mapping[str, Any], processor: MediaProcessor, is_asked: bool = True, **options: Any) -> Any:
+    """What ``processor`` makes of a row's chat and its images; with the prompt for an answer, if it ``is_asked``."""
+    from trl.data_utils import prepare_multimodal_messages
+
+    turns = prepare_multimodal_messages(row["prompt"], images=row[IMAGES])
+    text = processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=is_asked)
+    return processor.inputs([text], [[("image", each) for each in row[IMAGES]]], **options)
+
+
 class _MethodRows:
     """Makes a row for the method's trainer of each row of one source."""
 
@@ -169,7 +209,15 @@ class _MethodRows:
         self._wanted, self.needs = train.columns, ", ".join(train.columns)
         self._classifies, self._draws = train.method == "classify", train.columns == PROMPTS
         self._columns: Columns | None = None
-        self._no_media = f"train.method: {train.method} learns text alone; pretrain and sft take media"
+        self._processor = tokenizer.processor
+        self._media: MediaRows | None = None
+        self._no_media = tokenizer.no_media
+        if not train.takes_images:
+            self._no_media = (
+                f"train.method: {train.method} learns text alone; pretrain and sft take media, and dpo, kto, grpo and "
+                "rloo images"
+            )
+        self._images_alone = f"train.method: {train.method} takes images in prompts alone, by TRL's trainer"
 
     def begin(self, there: Mapping[str, str], has_schema: bool, path: Path) -> list[str]:
         if self._classifies:
@@ -179,11 +227,17 @@ class _MethodRows:
         else:
             written = self._source.columns
             found = self._columns or written or find_columns_of(self._wanted, there, not has_schema)
-            refuse_media(found, self._no_media)
+            if self._no_media:
+                refuse_media(found, self._no_media)
+            else:
+                found = with_media(found, there)
             self._columns, used = found, names_of(found)
             if has_schema:
                 check_columns(names_of(written or found.model_copy(update={"tools": None})), there)
-            self._prompts = PromptReader(found, self._source.prompt_format, self._chats is not None, self._no_media)
+            self._path, self._is_media = path, any(name in there for name in found.media.values())
+            self._prompts = PromptReader(
+                found, self._source.prompt_format, self._chats is not None, self._no_media, self._is_media
+            )
         self._reading.columns = (
             self._reading.columns or f"columns {', '.join(repr(name) for name in used if name in there)}"
         )
@@ -194,8 +248,10 @@ class _MethodRows:
 
     def read(self, row: Row, number: int) -> dict[str, Any]:
         assert self._columns is not None
-        check_unread(row, self._columns, self._no_media)
+        columns = self._columns if self._no_media or self._classifies else with_media(self._columns, row)
+        check_unread(row, columns, self._no_media)
         tools: list[dict[str, Any]] | None = None
+        images: list[Medium] | None = None
         read: dict[str, Any]
         if self._classifies:
             text, label = self._wanted
@@ -210,19 +266,54 @@ class _MethodRows:
                 prompt, said = self._prompts.prompt(row), {}
             if not prompt:
                 raise BadLine("the prompt is empty")
+            prompt, images = self._with_images(row, columns.media, prompt, said)
             read = {"prompt": _plain(prompt), **{name: _plain(each) for name, each in said.items()}}
             if "label" in self._wanted:
                 label = self._columns.label or "label"
                 read["label"] = read_verdict(value_of(row, label), label)
             tools = read_tools(row.get(self._columns.tools or TOOLS))
+            if tools and images:
+                raise BadLine("TRL renders no tools beside images; leave the column 'tools' out")
             if tools and (self._draws or isinstance(prompt, str)):
                 raise BadLine("tools are rendered into chats of preference pairs alone; leave the column 'tools' out")
-            if self._chats and not isinstance(prompt, str):
+            if self._chats and not isinstance(prompt, str) and images is None:
                 for answer in said.values() or ([],):
                     assert not isinstance(answer, str)
                     self._chats.check(prompt, answer, tools)
         check_characters(json.dumps([read, tools], ensure_ascii=False), "the row")
+        if images is not None:
+            read[IMAGES] = [{"path": each.path, "data": each.data} for each in images]
         return {**row, **read} if self._draws else {**read, **({TOOLS: tools} if tools else {})}
+
+    def _with_images(
+        self, row: Row, columns: Mapping[str, str], prompt: Said, answers: Mapping[str, Said]
+    ) -> tuple[Said, list[Medium] | None]:
+        """The prompt with places for its images, and these; of a table of text alone the prompt as it is, and none."""
+        here = {kind: name for kind, name in columns.items() if row.get(name)}
+        if isinstance(prompt, str):
+            if here:
+                raise BadLine(
+                    f"column {next(iter(here.values()))!r} is not empty, and texts have no place for it; chats have"
+                )
+            return prompt, None
+        places = self._source.placeholders
+        turns = [each for each in answers.values() if not isinstance(each, str)]
+        if (
+            self._no_media
+            or self._processor is None
+            or not (here or self._is_media or any(has_places(each, places) for each in (prompt, *turns)))
+        ):
+            return prompt, None
+        if any(has_places(each, places) for each in turns):
+            raise BadMedia(f"an answer has a place for media, and {self._images_alone}")
+        if self._media is None:
+            self._media = MediaRows(self._source, self._processor, self._reading)
+        folder, urls = self._path.absolute().parent, self._source.media_urls
+        beside = {kind: media_in(row.get(name), kind, folder, urls) for kind, name in columns.items()}
+        placed, media = self._media.prompt(prompt, beside, folder, turns)
+        if others := [each.kind for each in media if each.kind != "image"]:
+            raise BadMedia(f"there is {others[0]} in the row, and {self._images_alone}")
+        return placed, media
 
     def show(self, read: dict[str, Any]) -> None:
         self._reading.show(Example(" | ".join(_shown(read[name]) for name in self._wanted)))
@@ -239,4 +330,4 @@ def _plain(said: str | list[Message]) -> str | list[dict[str, Any]]:
 
 def _shown(said: Any) -> str:
     """A text, a label, or the words of a chat."""
-    return " / ".join(message["content"] for message in said) if isinstance(said, list) else str(said)
+    return " / ".join(words_of(each) for each in said) if isinstance(said, list) else str(said)

@@ -18,7 +18,7 @@ from veomni_trainer.data.documents import Mask
 from veomni_trainer.data.packing import Indices, Pieces, pack
 from veomni_trainer.data.token_store import TokenStore
 
-Sequence = dict[str, Any]  # of tensors; and of a chat with media, the chat
+Sequence = dict[str, Any]  # of tensors; and where there are chats with media, each with its part of the tokens
 
 
 class Sequences(Dataset[Sequence]):
@@ -69,7 +69,7 @@ class JoinedText(Sequences):
 
 
 class SingleDocuments(Sequences):
-    """One document per sequence; a longer one is cut off. One with media has its chat too, as ``chat``.
+    """One document per sequence; a longer one is cut off. One with media has its chat too, as in packed ones.
 
     Args:
         store: the documents.
@@ -92,19 +92,29 @@ class SingleDocuments(Sequences):
     def _sequence(self, index: int) -> Sequence:
         ids, labels = self._tokens(int(self._pieces.starts[index]), int(self._pieces.lengths[index]))
         chat = self._store.chats[int(self._kept[index])] if self._store.chats is not None else None
-        return {"input_ids": ids, "labels": labels, **({} if chat is None else {CHAT: chat})}
+        return {"input_ids": ids, "labels": labels, **({} if chat is None else {CHAT: [(slice(0, len(ids)), chat)]})}
 
 
 class PackedDocuments(Sequences):
     """Several documents per sequence. ``position_ids`` restart at each, and the first token of each is not learned.
 
-    What is left of a sequence is filled with ``padding``, as a document of its own that is not learned.
+    What is left of a sequence is filled with ``padding``, as a document of its own that is not learned. Where some have
+    media, ``chat`` has their chats, each with the slice of the sequence that is its own.
+
+    Args:
+        store: the documents.
+        length: of a sequence.
+        padding: the token that fills it.
+        seed: decides which documents share a sequence.
+        kept: as of :class:`SingleDocuments`.
     """
 
-    def __init__(self, store: TokenStore, length: int, padding: int, seed: int) -> None:
+    def __init__(self, store: TokenStore, length: int, padding: int, seed: int, kept: Indices | None = None) -> None:
         super().__init__(store, length)
         self._padding = padding
-        self._pieces = Pieces.of(store.starts, store.ends, length, split=store.learned is None)
+        self._kept = np.arange(len(store.ends)) if kept is None else kept
+        split = store.learned is None and store.chats is None
+        self._pieces = Pieces.of(store.starts[self._kept], store.ends[self._kept], length, split=split)
         self._packs = pack(self._pieces.lengths, length, seed)
 
     @property
@@ -124,6 +134,7 @@ class PackedDocuments(Sequences):
     def _sequence(self, index: int) -> Sequence:
         ids, labels = (torch.full((self._length,), value) for value in (self._padding, IGNORED))
         positions, at = torch.zeros(self._length, dtype=torch.long), 0
+        chats = []
         for piece in self._packs[index]:
             start, length = int(self._pieces.starts[piece]), int(self._pieces.lengths[piece])
             span = slice(at, at + length)
@@ -131,8 +142,10 @@ class PackedDocuments(Sequences):
             labels[at] = IGNORED
             positions[span] = torch.arange(length)
             at += length
+            if self._store.chats is not None and (chat := self._store.chats[int(self._kept[piece])]) is not None:
+                chats.append((span, chat))
         positions[at:] = torch.arange(self._length - at)
-        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+        return {"input_ids": ids, "labels": labels, "position_ids": positions, **({CHAT: chats} if chats else {})}
 
 
 @dataclass(frozen=True)
@@ -184,19 +197,18 @@ def arrange(
     of which everything is learned are text and joined; others get a sequence each.
     """
     sequences: Sequences
-    counts = Counts(len(store.ids), 0)
+    counts, kept = Counts(len(store.ids), 0), None
     if store.chats is not None:
-        kept = _with_whole_media(store, length, packing, skips_media)
+        kept = _with_whole_media(store, length, skips_media)
         counts = replace(counts, media_cut_off=len(store.ends) - len(kept))
-        sequences = SingleDocuments(store, length, kept)
-    elif packing:
-        packed = sequences = PackedDocuments(store, length, padding, seed)
+    if packing:
+        packed = sequences = PackedDocuments(store, length, padding, seed, kept)
         counts = replace(counts, fill_rate=packed.fill_rate if len(packed) else 0.0)
-    elif store.learned is None:
+    elif store.learned is None and store.chats is None:
         sequences = JoinedText(store, length)
         counts = replace(counts, left_over=len(store.ids) % length)
     else:
-        sequences = SingleDocuments(store, length)
+        sequences = SingleDocuments(store, length, kept)
     whole = learned = sequences.learned()
     if store.learned is not None:
         counts = replace(counts, truncated=int((store.ends - store.starts > length).sum()))
@@ -205,18 +217,13 @@ def arrange(
     return sequences, replace(counts, sequences=len(sequences), learned=learned, learned_whole=whole)
 
 
-def _with_whole_media(store: TokenStore, length: int, packing: bool, skips: bool) -> Indices:
+def _with_whole_media(store: TokenStore, length: int, skips: bool) -> Indices:
     """The documents whose media are within ``length`` tokens.
 
     Raises:
-        JobFileError: the others are not to be left out, or documents are to be packed.
+        JobFileError: the others are not to be left out.
     """
     assert store.chats is not None
-    if packing:
-        raise JobFileError(
-            "data.packing: rows with images, video or audio can't be packed, since their positions are the model's "
-            "own; write data.packing: false"
-        )
     kept = []
     for number, chat in enumerate(store.chats):
         if chat is None or chat.last <= length:

@@ -138,6 +138,11 @@ class MethodKeys(Section):
         return self.method in ("reward", "classify")
 
     @property
+    def takes_images(self) -> bool:
+        """Whether the method learns from rows whose prompts may have images, and neither video nor audio."""
+        return self.method in ("dpo", "kto", "grpo", "rloo")
+
+    @property
     def takes_logprobs(self) -> bool:
         """Whether the loss is computed from log-probabilities that the model's head gives."""
         return self.uses_trl and self.method not in ("reward", "orpo")  # TRL's ORPO takes whole logits

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from copy import copy
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import nn
 
+from veomni_core.errors import JobFileError
 from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.method_inputs import MethodInputs
 from veomni_trainer.job.method_packages import require_trl
@@ -37,7 +40,11 @@ class MethodTrainer(JobTrainer):
             self.model.delete_adapter("ref")  # type: ignore[union-attr,operator]
 
     def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
-        return {"processing_class": self._method_inputs.tokenizer, "train_dataset": corpus.training}
+        processing: Any = self._method_inputs.tokenizer
+        if corpus.processor is not None:
+            processing = copy(corpus.processor.loaded)
+            processing.tokenizer = self._method_inputs.tokenizer
+        return {"processing_class": processing, "train_dataset": corpus.training}
 
     def count_tokens(self, inputs: dict[str, Any]) -> None:
         """Nothing yet: TRL may still have completions drawn. Its loss is computed of all tokens."""
@@ -147,6 +154,17 @@ class DrawnTrainer(MethodTrainer):
 
     def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
         return super().inputs_of(model, corpus, train) | {"reward_funcs": list(self._method_inputs.rewards)}
+
+    def curves(self) -> Row:
+        """As TRL has measured. Raises JobFileError where no function judged any completion: that teaches nothing."""
+        names: list[str] = self.reward_func_names  # type: ignore[attr-defined]
+        judged = zip(*(self.measured()[f"rewards/{name}/mean"] for name in names), strict=True)
+        if any(all(math.isnan(mean) for mean in means) for means in judged):
+            raise JobFileError(
+                f"train.{self._train.method}.reward: {', '.join(names)} returned None for every completion up to step "
+                f"{self.state.global_step}, so nothing is learned; return a number for those that are judged"
+            )
+        return super().curves()
 
     def _get_num_items_in_batch(self, *args: Any) -> Any:
         return super(ShardedTrainer, self)._get_num_items_in_batch(*args)

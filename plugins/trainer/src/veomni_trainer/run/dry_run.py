@@ -124,7 +124,8 @@ class DryRun:
         parts = self.memory.to_dict()
         rows = [(what, _size(parts[key])) for key, what in _PARTS.items() if parts[key]]
         rows.append(("peak: not all of it at a time", _size(self.memory.total)))
-        title = f"Memory of each process; activations measured on {self.memory.measured_layers} layer(s)"
+        towers = ", and none of towers" if self.corpus.processor else ""
+        title = f"Memory of each process; activations measured on {self.memory.measured_layers} layer(s){towers}"
         lines = [render_table(("part", "estimate"), rows, title)]
         if self.memory.total > self.device_bytes:
             lines.append(

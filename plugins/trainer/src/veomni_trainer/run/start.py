@@ -17,7 +17,7 @@ from veomni_trainer.data.batches import CHAT
 from veomni_trainer.data.corpus import Corpus, read_corpus
 from veomni_trainer.data.fingerprint import fingerprint
 from veomni_trainer.data.method_inputs import MethodInputs
-from veomni_trainer.data.rows import check_answers, prompt_ids, read_rows
+from veomni_trainer.data.rows import check_answers, prompt_ids, prompt_inputs, read_rows
 from veomni_trainer.data.streaming import Stream
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.load import dump_job
@@ -45,6 +45,7 @@ from veomni_trainer.setup.sharding import check_started
 from veomni_trainer.setup.tokenizer import job_tokenizer, other_ids
 from veomni_trainer.setup.trl_arguments import check_method, method_inputs, trl_config, trl_tokenizer
 from veomni_trainer.setup.unused_parameters import may_leave_parameters_unused
+from veomni_transformers.packed.document_positions import DocumentPositions
 from veomni_transformers.sequence import apply_ulysses
 
 if TYPE_CHECKING:
@@ -118,7 +119,9 @@ def prepare(
     if group is not None:
         apply_ulysses(model, group, overlap=job.train.sp_overlap)
     if job.data.packing:
-        check_packing(model, job.train.batch_size, conditions(job).autocast, group)
+        if DocumentPositions.suits(model):
+            corpus = replace(corpus, positions=DocumentPositions(model))
+        check_packing(model, job.train.batch_size, conditions(job).autocast, group, corpus)
     trained = with_adapter(model, job, point.checkpoint) if job.lora else model
     inputs = method_inputs(job, tokenizer, arguments.device) if job.train.method != "pretrain" else None
     check_disk_space(job.train, folder, trained)
@@ -141,13 +144,16 @@ def prepare(
 def _sample(job: Job, corpus: Corpus, inputs: MethodInputs | None) -> Sample:
     """The tokens that each checkpoint's logits are kept for."""
     first: Any = next(iter(corpus.training.first(1))) if isinstance(corpus.training, Stream) else corpus.training[0]
-    if job.train.learns_from_rows:
+    media: dict[str, Any] = {}
+    if job.train.learns_from_rows and corpus.processor is not None:
+        media = {**prompt_inputs(first, corpus.processor, return_tensors="pt")}
+        ids = media.pop("input_ids")[0]
+    elif job.train.learns_from_rows:
         assert inputs is not None
         ids = torch.tensor(prompt_ids(first, inputs.tokenizer, job.train.columns[0]))
     else:
         ids = first["input_ids"]
     quantized = job.lora is not None and job.lora.quantization
-    media: dict[str, Any] = {}
     if CHAT in first:  # whole: what stands for a picture can't be cut
         media = {name: each for name, each in corpus.batcher()([first]).items() if name not in ("input_ids", "labels")}
     return Sample(

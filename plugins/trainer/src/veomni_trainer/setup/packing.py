@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, islice
+from typing import Any
+
+import torch
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from veomni_core.errors import ConfigError
-from veomni_transformers.packed.document_values import why_documents_mix
+from veomni_trainer.data.batches import CHAT
+from veomni_trainer.data.corpus import Corpus
+from veomni_trainer.data.streaming import Stream
+from veomni_transformers.packed.document_values import why_documents_mix, why_media_mix
+
+_LOOKED_AT = 64  # sequences
 
 
 def check_packing(
-    model: PreTrainedModel, batch_size: int, autocast: str | None = None, group: ProcessGroup | None = None
+    model: PreTrainedModel,
+    batch_size: int,
+    autocast: str | None = None,
+    group: ProcessGroup | None = None,
+    corpus: Corpus | None = None,
 ) -> None:
     """Run ``model`` on packed documents and on the same documents alone. All ranks must call this together.
 
@@ -19,12 +32,45 @@ def check_packing(
         batch_size: how many packed sequences a batch has.
         autocast: the type that the model trains under.
         group: the ranks that share each sequence.
+        corpus: what is trained on; of documents with media two are compared too, packed and each alone.
 
     Raises:
         ConfigError: the outputs differ; the message names the first module whose output does, or that stays eager.
     """
-    if problem := why_documents_mix(model, batch_size, autocast, group):
+    problem = why_documents_mix(model, batch_size, autocast, group)
+    if not problem and corpus is not None and corpus.processor is not None:
+        problem = _why_media_mix(model, corpus, autocast)
+    if problem:
         raise ConfigError(
             f"data.packing: {type(model).__name__} {problem}. Write data.packing: false, or choose another kernel for "
             "the module that is named"
         )
+
+
+def _why_media_mix(model: PreTrainedModel, corpus: Corpus, autocast: str | None) -> str:
+    """Compare the two shortest documents with media of the first sequences, and the shortest behind them again.
+
+    Before them comes a document of text, so that media stand elsewhere in the sequence than in their documents.
+    """
+    training: Any = corpus.training
+    first = training.first(_LOOKED_AT) if isinstance(training, Stream) else islice(training, _LOOKED_AT)
+    found = [(each["input_ids"][span], chat) for each in first for span, chat in each.get(CHAT, ()) if chat.media]
+    two = sorted(found, key=lambda document: len(document[0]))[:2]
+    if not two:
+        return ""
+    ids, chat = two[0]
+    text: list[Any] = [(ids[chat.last :], None)] if chat.last < len(ids) else []
+    documents, batcher = [*text, *two, two[0]], corpus.batcher()
+    ends = [*accumulate(len(ids) for ids, _ in documents)]
+    packed = {
+        "input_ids": torch.cat([ids for ids, _ in documents]),
+        "position_ids": torch.cat([torch.arange(len(ids)) for ids, _ in documents]),
+        CHAT: [(slice(end - len(ids), end), chat) for end, (ids, chat) in zip(ends, documents, strict=True) if chat],
+    }
+    alone = [{"input_ids": ids, CHAT: [(slice(0, len(ids)), chat)] if chat else []} for ids, chat in documents]
+
+    def inputs(sequence: dict[str, Any]) -> dict[str, Any]:
+        return {name: value.to(model.device) for name, value in batcher([sequence]).items()}
+
+    tokens = [token for token in corpus.processor.taken.values() if token is not None] if corpus.processor else []
+    return why_media_mix(model, inputs(packed), [*map(inputs, alone)], tokens, autocast)

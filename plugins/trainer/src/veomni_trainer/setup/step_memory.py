@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from veomni_transformers.towers.parts import tower_of, towers
+
 
 @dataclass(frozen=True)
 class StepMemory:
@@ -29,8 +31,11 @@ class StepMemory:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The model's layers, of which gradient checkpointing keeps only the inputs."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    """The layers of the model's text decoder, of which gradient checkpointing keeps only the inputs."""
+    beside, modules = towers(model), model.named_modules()
+    layers = [
+        each for name, each in modules if isinstance(each, GradientCheckpointingLayer) and not tower_of(beside, name)
+    ]
     inner = {id(each) for layer in layers for each in layer.modules() if each is not layer}
     return [layer for layer in layers if id(layer) not in inner]
 

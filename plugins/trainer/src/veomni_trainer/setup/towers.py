@@ -13,6 +13,7 @@ from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.lora_section import LoraSection
 from veomni_trainer.job.media_keys import PROCESSOR_FILES
 from veomni_trainer.job.schema import Job
+from veomni_transformers.towers.host_metadata import gives_positions
 from veomni_transformers.towers.parts import KINDS, media_kinds, tower_of, towers
 
 _TEXT = "text"
@@ -38,6 +39,7 @@ def settle_media(job: Job, tokenizer: Tokenizer, model: Any) -> None:
         ids = {f"{kind}_{name}": kind for kind in kinds for name in ("token_index", "token_id")}
         found = {kind: getattr(model.config, name) for name, kind in ids.items() if hasattr(model.config, name)}
         tokenizer.processor.taken = dict.fromkeys(kinds) | found
+        tokenizer.processor.gives_positions = gives_positions(model)
     else:
         tokenizer.processor = None
         tokenizer.no_media = (

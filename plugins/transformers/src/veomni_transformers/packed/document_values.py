@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from veomni_core.errors import PackedSequencesError
 from veomni_core.random_states import random_states_kept
 from veomni_transformers.packed.document_gradients import first_module_that_sees_others
+from veomni_transformers.packed.document_positions import DocumentPositions
 from veomni_transformers.packed.module_outputs import after_each_module
 
 _ROWS = ((6, 5, 7, 5), (5, 7, 5, 6))  # lengths of the documents in two packed sequences, with different boundaries
@@ -49,13 +50,62 @@ def why_documents_mix(
         return "takes no position_ids, so it can't know where a document starts"
     for config in (model.config, model.config.get_text_config()):  # Trainer sets the first alone
         config.use_cache = False  # transformers sees no boundaries beside a cache
-    tolerance = _TOLERANCES[getattr(torch, autocast) if autocast else model.dtype]
     with _evaluating(model), _under(autocast, model.device):
         try:
-            problem = _first_difference(model, _ROWS[: min(batch_size, len(_ROWS))], group, tolerance)
+            rows = _ROWS[: min(batch_size, len(_ROWS))]
+            problem = _first_difference(model, rows, group, _tolerance(model, autocast))
         except PackedSequencesError as error:
             problem = str(error)
     return problem and f"can't keep packed documents apart. {problem}"
+
+
+def why_media_mix(
+    model: PreTrainedModel,
+    packed: Mapping[str, Any],
+    alone: Sequence[Mapping[str, Any]],
+    media_tokens: Collection[int],
+    autocast: str | None = None,
+) -> str:
+    """Compare as :func:`why_documents_mix` does, for documents with images, video or audio.
+
+    Args:
+        model: one that keeps documents of text apart.
+        packed: its inputs for one sequence in which the documents are packed, on its device.
+        alone: its inputs for each document, in the same order.
+        media_tokens: the ids that stand for media, for which outputs are compared apart: they are few.
+        autocast: the type that the model trains under.
+
+    Returns:
+        A clause that names the first module whose output differs, or what the model raises; empty if they stay apart.
+    """
+    with _evaluating(model), _under(autocast, model.device):
+        try:
+            documents = [[each["input_ids"][0] for each in alone]]
+            length = sum(map(len, documents[0]))
+            together = {path: value[:, :length] for path, value in _run(model, None, **packed).items()}
+            each_packed = _by_document(together, documents)
+            each_alone = [[_run(model, None, **each) for each in alone]]
+            ids = torch.tensor([*media_tokens], device=model.device)
+            problem = ""
+            for chosen in ([torch.isin(each, ids) for each in documents[0]], [each >= 0 for each in documents[0]]):
+                if problem or not any(mask.any() for mask in chosen[1:]):
+                    continue
+                these = [
+                    [
+                        {path: value[..., mask, :] for path, value in each.items()}
+                        for each, mask in zip(row, chosen, strict=True)
+                    ]
+                    for row in (*each_packed, *each_alone)
+                ]
+                differences = _differences(these[:1], these[1:])
+                problem = _first_above(_tolerance(model, autocast), differences, model)
+        except (PackedSequencesError, RuntimeError, ValueError, IndexError) as error:  # of the model's own code
+            problem = (str(error).splitlines() or [type(error).__name__])[0]
+    return problem and f"can't keep packed documents with media apart. {problem}"
+
+
+def _tolerance(model: PreTrainedModel, autocast: str | None) -> float:
+    return _TOLERANCES[getattr(torch, autocast) if autocast else model.dtype]
 
 
 def _first_difference(
@@ -66,10 +116,24 @@ def _first_difference(
 ) -> str:
     """A sentence about the first module whose output differs; empty if none does."""
     documents = _documents(rows, group.size() if group else 1, model)
-    packed = _packed(documents)
-    together = _by_document(_run(model, group, **packed), documents)
+    together = _by_document(_run(model, group, **_packed(documents, model)), documents)
     alone = [[_run(model, group, input_ids=ids[None]) for ids in row] for row in documents]
-    for path, error in _largest_anywhere(_differences(together, alone), model.device).items():
+    if different := _first_above(tolerance, _largest_anywhere(_differences(together, alone), model.device), model):
+        return different
+    if group is not None or _is_sharded(model):
+        return ""  # gradients of modules that ranks share are not compared
+    if seen := first_module_that_sees_others(model, rows[0], _packed(documents[:1], model)):
+        path, module = seen
+        return (
+            f"The output of {path or 'the model'} ({type(module).__name__}) for a document depends on another one, as "
+            "its gradient says. It is the first module whose output does"
+        )
+    return ""
+
+
+def _first_above(tolerance: float, errors: Mapping[str, float], model: PreTrainedModel) -> str:
+    """A sentence about the first module with a larger error; empty if there is none."""
+    for path, error in errors.items():
         if not error <= tolerance:  # a NaN is no smaller
             kind = type(model.get_submodule(path)).__name__
             return (
@@ -77,14 +141,6 @@ def _first_difference(
                 f"that for the same document alone, where rounding makes {tolerance:g} at most. It is the first module "
                 "whose output does"
             )
-    if group is not None or _is_sharded(model):
-        return ""  # gradients of modules that ranks share are not compared
-    if seen := first_module_that_sees_others(model, rows[0], {name: each[:1] for name, each in packed.items()}):
-        path, module = seen
-        return (
-            f"The output of {path or 'the model'} ({type(module).__name__}) for a document depends on another one, as "
-            "its gradient says. It is the first module whose output does"
-        )
     return ""
 
 
@@ -102,9 +158,12 @@ def _documents(rows: tuple[tuple[int, ...], ...], ranks: int, model: PreTrainedM
     ]
 
 
-def _packed(documents: list[list[Tensor]]) -> Mapping[str, Tensor]:
-    positions = [torch.cat([torch.arange(len(ids), device=ids.device) for ids in row]) for row in documents]
-    return {"input_ids": torch.stack([torch.cat(row) for row in documents]), "position_ids": torch.stack(positions)}
+def _packed(documents: list[list[Tensor]], model: PreTrainedModel) -> dict[str, Tensor]:
+    rows = [torch.cat([torch.arange(len(ids), device=ids.device) for ids in row]) for row in documents]
+    positions = torch.stack(rows)
+    if DocumentPositions.suits(model):
+        positions = positions.expand(4, *positions.shape)
+    return {"input_ids": torch.stack([torch.cat(row) for row in documents]), "position_ids": positions}
 
 
 def _run(model: PreTrainedModel, group: ProcessGroup | None, **inputs: Any) -> Outputs:

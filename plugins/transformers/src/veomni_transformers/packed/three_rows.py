@@ -29,13 +29,18 @@ class ThreeRows(WholeModelRule):
 
     def changes(self, model: nn.Module, plan: Plan, registry: Registry) -> Iterator[tuple[str, Change]]:
         """A forward that looks at positions of three rows where it is given some."""
-        config = getattr(model, "config", None)
-        if not isinstance(config, PretrainedConfig):
-            return
-        settings = getattr(config.get_text_config(), "rope_parameters", None)
         forward = current_forward(model)
-        if settings and _SECTIONS in settings and "position_ids" in inspect.signature(forward).parameters:
+        if has_sections(model) and "position_ids" in inspect.signature(forward).parameters:
             yield "", ForwardChange(model, refusing_three_rows(forward))
+
+
+def has_sections(model: nn.Module) -> bool:
+    """Whether the rotary embeddings of ``model`` have sections for time, height and width."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        return False
+    settings = getattr(config.get_text_config(), "rope_parameters", None)
+    return bool(settings and _SECTIONS in settings)
 
 
 def refusing_three_rows(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -118,6 +118,11 @@ class HostMetadata:
         return {} if why_not else {"position_ids": found[0]}
 
 
+def gives_positions(model: nn.Module) -> bool:
+    """Whether ``model``, or a part of it, gives pictures and videos positions of their own."""
+    return any(hasattr(type(module), _POSITIONS) for _, module in named_modules(model))
+
+
 class _Asked(dict[str, Any]):
     """Notes which arguments a function looks for; it has none of them."""
 

@@ -47,8 +47,10 @@ class MediaProcessor:
 
     Attributes:
         taken: the kinds of media that the model takes, each with the id of its token, if the model's config has one.
+        gives_positions: whether the model gives media positions of their own, some only where they get a mask.
     """
 
+    gives_positions = False
     taken: Mapping[str, int | None] = dict.fromkeys(KINDS)
 
     def __init__(
@@ -167,14 +169,17 @@ class MediaProcessor:
 
         Raises:
             BadMedia: the processor refuses the media.
-            ConfigError: it writes no token that the model takes them for.
+            ConfigError: it writes no token that the model takes them for, or text that the chat doesn't have.
             HostError: this transformers doesn't say where expanded tokens are.
         """
         options = {"return_offsets_mapping": True, f"return_{_OFFSETS}": True} if media else {}
         found = self.inputs([text], [media], **(options or {"return_offsets_mapping": True}))
         ids, offsets = np.asarray(found["input_ids"][0]), np.asarray(found["offset_mapping"][0]).reshape(-1, 2)
         moves = found.get(_OFFSETS) or [[]]
-        if media and not moves[0]:
+        # Mllama's tokens are not expanded: its layers look at images from outside.
+        plain: Any = self._tokenizer(text, add_special_tokens=False) if media and not moves[0] else {}
+        as_written = bool(plain) and ids.tolist() == plain["input_ids"]
+        if media and not moves[0] and not as_written:
             raise HostError(
                 f"{type(self.loaded).__name__} of this transformers doesn't say where the tokens of media are, so "
                 "nothing of a chat can be masked; install transformers 5.23 or later"
@@ -189,7 +194,14 @@ class MediaProcessor:
                 inside |= (starts < end) & (ends > start)
             return inside
 
-        is_media = within(places)
+        grown = moves[0][-1]["new_span"][1] - moves[0][-1]["span"][1] if moves[0] else 0
+        if learned is not None and ends.max(initial=0) > len(text) + grown:
+            raise ConfigError(
+                f"{type(self.loaded).__name__} writes text of its own into a chat, so it can't be told which tokens "
+                "are learned. Write data.loss_on: all, or give the model a chat template that writes it"
+            )
+        stand_for = [token for token in {self.taken.get(kind) for kind, _ in media} if token is not None]
+        is_media = np.isin(ids, stand_for) if as_written else within(places)
         for kind in {kind for kind, _ in media} & {"image", "audio"}:  # frames of a video may come as images
             token = self.taken.get(kind)
             if token is not None and token not in ids[is_media]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from veomni_trainer.data.chat import Chats
-from veomni_trainer.data.documents import Document
+from veomni_trainer.data.documents import Document, Span
 from veomni_trainer.data.media.decoding import decode, thumbnail
 from veomni_trainer.data.media.placing import Placing
 from veomni_trainer.data.media.processor import MediaProcessor
@@ -72,18 +72,47 @@ class MediaRows:
             BadLine: the chat can't be rendered.
             BadMedia: a medium can't be read, or there are more or fewer than places for them.
         """
+        placed, media = self._placed(messages, beside, folder)
+        example = self._chats.example(placed, tools)
+        ids, learned, last = self._expanded(example.text, example.learned, placed, media)
+        return Document(ids.astype("uint32"), learned, MediaChat(example.text, tuple(media), origin, last))
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        beside: Mapping[str, Sequence[Medium]],
+        folder: Path,
+        answers: Sequence[Sequence[Message]],
+    ) -> tuple[list[Message], list[Medium]]:
+        """The turns of a prompt, each with a list of parts, and its media; as :meth:`document`, with what it raises.
+
+        That the chat template renders each of the ``answers`` behind it is checked.
+        """
+        placed, media = self._placed(messages, beside, folder)
+        for answer in answers or ((),):
+            self._chats.check([*map(Message, placed)], self._placing.placed(answer, {}, folder)[0], None)
+        text = self._processor.apply_chat_template(placed, tokenize=False, add_generation_prompt=True)
+        self._expanded(text, None, placed, media)
+        return placed, media
+
+    def _placed(
+        self, messages: Sequence[Message], beside: Mapping[str, Sequence[Medium]], folder: Path
+    ) -> tuple[list[Message], list[Medium]]:
         placed, media = self._placing.placed(messages, beside, folder)
         if others := sorted({each.kind for each in media} - {*self._processor.kinds}):
             kinds = ", ".join(self._processor.kinds) or "none"
             raise BadMedia(f"there is {others[0]} in the row, and the model with its processor takes: {kinds}")
-        example = self._chats.example(placed, tools)
-        self._check_places(example.text, media)
-        chat = MediaChat(example.text, tuple(media), origin, 0)
-        decoded = chat.decoded(self._processor)
-        ids, learned, stands_for = self._processor.tokens(example.text, decoded, example.learned)
-        last = int(stands_for.nonzero()[0][-1]) + 1 if stands_for.any() else 0
-        self._count(media, int(stands_for.sum()), decoded, placed)
-        return Document(ids.astype("uint32"), learned, MediaChat(chat.text, chat.media, origin, last))
+        return placed, media
+
+    def _expanded(
+        self, text: str, learned: tuple[Span, ...] | None, turns: Sequence[Message], media: Sequence[Medium]
+    ) -> tuple[Any, Any, int]:
+        """The ids of a rendered chat; which are learned; how many there are up to the last that stands for a medium."""
+        self._check_places(text, media)
+        decoded = MediaChat(text, tuple(media), "", 0).decoded(self._processor)
+        ids, is_learned, stands_for = self._processor.tokens(text, decoded, learned)
+        self._count(media, int(stands_for.sum()), decoded, turns)
+        return ids, is_learned, int(stands_for.nonzero()[0][-1]) + 1 if stands_for.any() else 0
 
     def _check_places(self, text: str, media: Sequence[Medium]) -> None:
         there = Counter(each.kind for each in media)
