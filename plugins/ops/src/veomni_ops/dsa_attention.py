@@ -158,7 +158,7 @@ class _Problems:
         keys: int = 0,
         scale: float = 1.0,
     ) -> tuple[Any, ...]:
-        """A causal call: query, keys, indices, scaling and value width. Early queries have fewer keys than ``top_k``."""
+        """Query, keys, indices, scaling, value width; causal, so that early queries have fewer keys than ``top_k``."""
         keys, (width, values) = keys or queries, widths
         query = self._draw.normal(batch, queries, heads, width, scale=scale)
         latents = self._draw.normal(batch, keys, width)

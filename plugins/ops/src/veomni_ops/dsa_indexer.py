@@ -3,7 +3,7 @@
 Models write the scores' factors, ``H ** -0.5`` and ``D ** -0.5``, in several places; here they are part of the weights.
 A site's ``sizes`` are ``heads``, ``head_dim`` and ``top_k``.
 
-Shape suffixes: ``B`` batch, ``T`` queries, ``S`` keys, ``H`` heads of the indexer, ``D`` their width, ``K`` chosen keys.
+Shape suffixes: ``B`` batch, ``T`` queries, ``S`` keys, ``H`` heads, ``D`` their width, ``K`` chosen keys.
 """
 
 from __future__ import annotations
