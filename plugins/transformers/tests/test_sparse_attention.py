@@ -1,4 +1,4 @@
-"""DeepSeek's sparse attention: bound equals eager in each model type that has it, and the indexer learns if asked to."""
+"""DeepSeek's sparse attention: bound equals eager in each model type that has it; the indexer learns if asked to."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def _kernels(op_name: str, variants: Iterable[str], description: str) -> tuple[K
 
 @hookimpl
 def veomni_kernels() -> list[KernelSpec]:
-    """Every kernel, deterministic in forward and backward."""
+    """Every kernel. But for sparse attention's gradients of keys, each gives the same bits on every run."""
     norms = ("standard", "cast_after", "offset", "unweighted", "unweighted_rounded_scale")
     rotations = (
         *("full", "partial", "sign_flipped", "half_width", "pairwise", "pairwise_partial"),
@@ -76,6 +76,27 @@ def veomni_kernels() -> list[KernelSpec]:
             suspicions=_NEVER_RUN,
             description="chunks of tokens on matrix units; saves only its inputs",
             preference=_PREFERENCE,
+        ),
+        KernelSpec(
+            name="triton",
+            op_name="dsa_indexer",
+            variant="standard",
+            factory="veomni_triton.dsa_indexer:standard",
+            hardware=_MATRIX_UNITS,
+            suspicions=_NEVER_RUN,
+            description="scores on matrix units, of a block of queries at a time; the least chosen one bit by bit",
+            preference=_PREFERENCE,
+        ),
+        KernelSpec(
+            name="triton",
+            op_name="dsa_attention",
+            variant="standard",
+            factory="veomni_triton.dsa_attention:standard",
+            hardware=_MATRIX_UNITS,
+            suspicions=_NEVER_RUN,
+            description="gathers each query's keys once for many heads, on matrix units",
+            preference=_PREFERENCE,
+            deterministic=False,  # gradients of keys are added by atomics
         ),
         KernelSpec(
             name="triton",

@@ -1,0 +1,162 @@
+"""dsa_attention in Triton: each query gathers the rows of its keys, once for many heads, on matrix units.
+
+Forward saves its inputs, its output and a number per query and head. Backward computes logits again; gradients of keys
+are added by atomics in float32, so their last bits differ from run to run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, library
+from torch.autograd import Function
+
+from veomni_core.kernels import first_derivatives_only, product_operands, without_autocast
+from veomni_ops.dsa_attention import check_call
+from veomni_triton.dsa_attention.kernels import forward_kernel, gradients_kernel
+from veomni_triton.sizes import ceil_div, power_of_two
+
+_NAMESPACE = "veomni_triton"
+_LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
+_INPUTS = "Tensor query, Tensor keys, Tensor indices, float scaling, int value_width"
+_LIBRARY.define(f"dsa_attention_forward({_INPUTS}) -> (Tensor output, Tensor log_sums)")
+_SAVED = "Tensor doutput, Tensor output, Tensor log_sums"
+_LIBRARY.define(f"dsa_attention_gradients({_SAVED}, {_INPUTS}) -> (Tensor dquery, Tensor dkeys)")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Heads of a program, keys of a tile, warps, and the depth of the pipeline of its loop."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# Not tuned yet: `benchmarks/dsa/triton_dsa.py --tune`.
+FORWARD, GRADIENTS = Launch(64, 32, 8, 2), Launch(64, 16, 8, 1)
+FLOAT32 = Launch(16, 16, 4, 1)
+
+
+def standard(
+    query: Tensor,
+    keys: Tensor,
+    indices: Tensor,
+    scaling: float,
+    value_width: int,
+    index_query: Tensor | None = None,
+    index_key: Tensor | None = None,
+    index_weights: Tensor | None = None,
+) -> Tensor:
+    """``[B, T, H, V]``, with gradients of ``query`` and ``keys``.
+
+    Raises:
+        ValueError: shapes or dtypes don't fit together, or the indexer's loss is asked for.
+        TypeError: query and keys differ in dtype without autocast, or are of none of float32, bfloat16 and float16.
+    """
+    query, keys = product_operands("triton", dtypes=_DTYPES, query=query, keys=keys)
+    check_call(query, keys, indices, value_width, index_query, index_key, index_weights)
+    if keys.shape[1:].numel() >= 2**31:
+        raise ValueError(f"dsa_attention: {keys.shape[1]} keys of {keys.shape[2]} columns are too many; choose torch")
+    if index_query is not None:
+        raise ValueError("dsa_attention: this kernel doesn't compute the indexer's loss: choose torch for it")
+    return _Attention.apply(query, keys, indices, float(scaling), value_width)  # type: ignore[no-any-return]
+
+
+class _Attention(Function):
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, *call: Any) -> Tensor:
+        output, log_sums = torch.ops.veomni_triton.dsa_attention_forward.default(*call)
+        ctx.save_for_backward(*call[:3], output, log_sums)
+        ctx.settings = call[3:]
+        return output  # type: ignore[no-any-return]
+
+    @staticmethod
+    @first_derivatives_only
+    @without_autocast
+    def backward(ctx: Any, doutput: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, output, log_sums = ctx.saved_tensors
+        gradients = torch.ops.veomni_triton.dsa_attention_gradients.default
+        found = gradients(doutput, output, log_sums, *inputs, *ctx.settings)
+        return (
+            *(x if wanted else None for x, wanted in zip(found, ctx.needs_input_grad, strict=False)),
+            None,
+            None,
+            None,
+        )
+
+
+def _forward(query: Tensor, keys: Tensor, indices: Tensor, scaling: float, value_width: int) -> tuple[Tensor, Tensor]:
+    output, log_sums = _results(query, keys, indices, scaling, value_width)
+    query, keys, indices = query.contiguous(), keys.contiguous(), indices.contiguous()
+    if output.numel():
+        launch = FLOAT32 if query.dtype == torch.float32 else FORWARD
+        grid, sizes, shared = _shared(query, keys, indices, value_width, launch)
+        with torch.cuda.device_of(query):
+            forward_kernel[grid](query, keys, indices, output, log_sums, scaling / math.log(2), *sizes, **shared)
+    return output, log_sums
+
+
+def _gradients(
+    doutput: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    indices: Tensor,
+    scaling: float,
+    value_width: int,
+) -> tuple[Tensor, Tensor]:
+    dquery = query.new_empty(query.shape)
+    dkeys = keys.new_zeros(keys.shape, dtype=torch.float32)
+    query, keys, indices, doutput = query.contiguous(), keys.contiguous(), indices.contiguous(), doutput.contiguous()
+    if query.numel():
+        launch = FLOAT32 if query.dtype == torch.float32 else GRADIENTS
+        grid, sizes, shared = _shared(query, keys, indices, value_width, launch)
+        tensors = (query, keys, indices, output, log_sums, doutput, dquery, dkeys)
+        with torch.cuda.device_of(query):
+            gradients_kernel[grid](*tensors, scaling, scaling / math.log(2), *sizes, **shared)
+    return dquery, dkeys.to(keys.dtype)
+
+
+def _shared(
+    query: Tensor, keys: Tensor, indices: Tensor, value_width: int, launch: Launch
+) -> tuple[tuple[int, int], tuple[int, ...], dict[str, Any]]:
+    """What both kernels are launched with: the grid, the sizes at run time, and those of compilation."""
+    batch, queries, heads, width = query.shape
+    tile = max(16, min(launch.heads, power_of_two(heads)))
+    sizes = (queries, keys.shape[1], heads, indices.shape[2], width, value_width)
+    constants = {
+        "H": tile,
+        "K": launch.keys,
+        "V": max(16, power_of_two(value_width)),
+        "R": max(16, power_of_two(width - value_width)),
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+    }
+    return (batch * queries, ceil_div(heads, tile)), sizes, constants
+
+
+def _results(query: Tensor, keys: Tensor, indices: Tensor, scaling: float, value_width: int) -> tuple[Tensor, Tensor]:
+    return query.new_empty(*query.shape[:3], value_width), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _gradients_like(
+    doutput: Tensor, output: Tensor, log_sums: Tensor, query: Tensor, keys: Tensor, *others: object
+) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), keys.new_empty(keys.shape)
+
+
+for _name, _implementation, _fake in (
+    ("dsa_attention_forward", _forward, _results),
+    ("dsa_attention_gradients", _gradients, _gradients_like),
+):
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    library.register_fake(f"{_NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
