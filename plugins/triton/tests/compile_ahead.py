@@ -37,6 +37,7 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             lambda width=width: rms_norm_gated.standard(tensor(8, width), tensor(8, width), tensor(width), 1e-6),
         )
     yield "scan of heads of (64, 128)", lambda: _scan(tensor, 64, 128)
+    yield "sparse attention", lambda: _sparse_attention(tensor, 128, 512, 64, 128, 64)
     if dtype == torch.float32:  # all other launches have as many elements in a tile as those of 16 bits, or far fewer
         return
     heads, angles = (1, 8, 64, 128), (1, 64, 128)
@@ -62,7 +63,6 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         "convolution along channels",
         lambda: causal_conv1d.standard(tensor(1, 512, 4096).mT, tensor(4096, 4), tensor(4096), "silu"),
     )
-    yield "sparse attention", lambda: _sparse_attention(tensor, 128, 512, 64, 128, 64)
     labels = torch.zeros(64, dtype=torch.int64)
     yield "log-probabilities", lambda: token_logprobs.causal(kept_mib=0)(tensor(64, 256), tensor(4096, 256), labels)[0]
 

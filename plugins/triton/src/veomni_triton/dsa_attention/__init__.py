@@ -17,6 +17,7 @@ from torch.autograd import Function
 from veomni_core.kernels import first_derivatives_only, product_operands, without_autocast
 from veomni_ops.dsa_attention import check_call
 from veomni_triton.dsa_attention.kernels import forward_kernel, gradients_kernel
+from veomni_triton.gpu import gpu_of
 from veomni_triton.sizes import ceil_div, power_of_two
 
 _NAMESPACE = "veomni_triton"
@@ -40,7 +41,8 @@ class Launch:
 
 # Not tuned yet: `benchmarks/dsa/triton_dsa.py --tune`.
 FORWARD, GRADIENTS = Launch(64, 32, 8, 2), Launch(64, 16, 8, 1)
-FLOAT32 = Launch(16, 16, 4, 1)
+BYTES = 160 << 10  # of shared memory, which these take
+SMALL = Launch(16, 16, 4, 1)  # in float32, and for AMD's GPUs, which have less
 
 
 def standard(
@@ -96,8 +98,7 @@ def _forward(query: Tensor, keys: Tensor, indices: Tensor, scaling: float, value
     output, log_sums = _results(query, keys, indices, scaling, value_width)
     query, keys, indices = query.contiguous(), keys.contiguous(), indices.contiguous()
     if output.numel():
-        launch = FLOAT32 if query.dtype == torch.float32 else FORWARD
-        grid, sizes, shared = _shared(query, keys, indices, value_width, launch)
+        grid, sizes, shared = _shared(query, keys, indices, value_width, FORWARD)
         with torch.cuda.device_of(query):
             forward_kernel[grid](query, keys, indices, output, log_sums, scaling / math.log(2), *sizes, **shared)
     return output, log_sums
@@ -117,8 +118,7 @@ def _gradients(
     dkeys = keys.new_zeros(keys.shape, dtype=torch.float32)
     query, keys, indices, doutput = query.contiguous(), keys.contiguous(), indices.contiguous(), doutput.contiguous()
     if query.numel():
-        launch = FLOAT32 if query.dtype == torch.float32 else GRADIENTS
-        grid, sizes, shared = _shared(query, keys, indices, value_width, launch)
+        grid, sizes, shared = _shared(query, keys, indices, value_width, GRADIENTS)
         tensors = (query, keys, indices, output, log_sums, doutput, dquery, dkeys)
         with torch.cuda.device_of(query):
             gradients_kernel[grid](*tensors, scaling, scaling / math.log(2), *sizes, **shared)
@@ -130,6 +130,8 @@ def _shared(
 ) -> tuple[tuple[int, int], tuple[int, ...], dict[str, Any]]:
     """What both kernels are launched with: the grid, the sizes at run time, and those of compilation."""
     batch, queries, heads, width = query.shape
+    if query.dtype == torch.float32 or gpu_of(query.device).shared_bytes < BYTES:
+        launch = SMALL
     tile = max(16, min(launch.heads, power_of_two(heads)))
     sizes = (queries, keys.shape[1], heads, indices.shape[2], width, value_width)
     constants = {

@@ -29,7 +29,7 @@ def scores_kernel(
     BOOLS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``scores[rows, keys]`` of the queries from ``first`` on, in one batch row; ``-inf`` where one sees no such key."""
+    """``scores[rows, keys]`` of one batch row's queries from ``first`` on; ``-inf`` where they don't see a key."""
     row_M = tl.program_id(0) * M + tl.arange(0, M)
     key_N = tl.program_id(1) * N + tl.arange(0, N)
     column_D = tl.arange(0, D)
