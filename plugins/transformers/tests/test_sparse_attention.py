@@ -79,6 +79,7 @@ def assert_alike(mine, theirs):
         assert (gradient - theirs[1][name]).norm() <= 2e-5 * theirs[1][name].norm() + 1e-9, name
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_bound_equals_eager(model_type, attention):
@@ -92,6 +93,7 @@ def test_bound_equals_eager(model_type, attention):
     assert not any("indexer" in name for name in eager[1])
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
 def test_packed_and_padded(model_type):
     model = made(model_type, "sdpa")

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from veomni_conformance import check_kernel
-from veomni_core import bind
 from veomni_ops import dsa_attention as attention
 from veomni_ops import dsa_indexer as indexer
 from veomni_ops.contract import Size
@@ -46,11 +45,13 @@ def test_keys_and_queries_get_their_gradients():
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_the_indexers_loss_is_refused():
+def test_the_indexers_loss_in_blocks_of_queries(monkeypatch):
+    monkeypatch.setattr(dsa_attention, "_NUMBERS", 1)
     problems = attention._Problems(torch.device(DEVICE), torch.float32)
-    call = problems.call(1, 3, 2)
-    with pytest.raises(ValueError, match="doesn't compute the indexer's loss: choose torch"):
-        dsa_attention.standard(*call, **problems.indexer(call))
-    with pytest.raises(ValueError, match="no option 'indexer_loss'"):
-        kernel = {"kernel": "triton", "options": {"indexer_loss": 1.0}}
-        bind(torch.nn.Identity(), {"preset": "eager", "dsa_attention_implementation": kernel})
+    call = problems.call(2, 7, 20, heads=18, widths=(40, 24), keys=30)
+    index = problems.indexer(call)
+    (found, mine), (wanted, theirs) = (
+        (loss, torch.autograd.grad(loss.square().sum(), list(index.values())))
+        for loss in (kernel(*call, **index)[1] for kernel in (dsa_attention.standard, attention.standard))
+    )
+    torch.testing.assert_close((found, *mine), (wanted, *theirs), rtol=1e-4, atol=1e-5)

@@ -75,12 +75,20 @@ def standard(
     output = torch.einsum("bthk,btkv->bthv", probabilities, chosen[..., :value_width]).to(query.dtype)
     if index_query is None or index_key is None or index_weights is None:
         return output
+    return output, divergence(index_query, index_key, index_weights, indices, probabilities.detach().mean(2))
+
+
+def divergence(
+    index_query: Tensor, index_key: Tensor, index_weights: Tensor, indices: Tensor, target: Tensor
+) -> Tensor:
+    """The indexer's loss of each query ``[B, T]``: from ``target[B, T, K]``, 0 where no key is, to its own softmax."""
+    wide = compute_dtype(target)
+    is_key = indices >= 0
     products = torch.einsum("btie,btke->btik", index_query.to(wide), gathered(index_key.to(wide), indices)).relu()
     scores = torch.einsum("btik,bti->btk", products, index_weights.to(wide))
-    target = probabilities.detach().mean(2)
     hidden = ~is_key & is_key.any(-1, keepdim=True)  # of a query without any key nothing, since that gave NaN
     log_found = scores.masked_fill(hidden, -torch.inf).log_softmax(-1).masked_fill(~is_key, 0.0)
-    return output, (torch.xlogy(target, target) - target * log_found).sum(-1)
+    return (torch.xlogy(target, target) - target * log_found).sum(-1)
 
 
 def gathered(keys: Tensor, indices: Tensor) -> Tensor:

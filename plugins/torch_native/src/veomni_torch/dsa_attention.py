@@ -98,9 +98,9 @@ class _Attention(Function):
         output = torch.empty(*query.shape[:3], value_width, dtype=query.dtype, device=query.device)
         loss = None if index_query is None else torch.empty(query.shape[:2], dtype=wide, device=query.device)
         for rows in _blocks(query, indices, index_query):
-            block = _Block(*_of_block(inputs, rows, indices, wide))
+            block = _Block(*_of_block(inputs, rows, indices, wide))  # type: ignore[arg-type]
             output[:, rows], losses = block.computed(indices[:, rows] >= 0, scaling, value_width)
-            if loss is not None:
+            if loss is not None and losses is not None:
                 loss[:, rows] = losses
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, indices)

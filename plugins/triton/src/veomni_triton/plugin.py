@@ -16,6 +16,9 @@ _SM90 = HardwareRequirement("cuda", min_compute_capability=90, packages=_TRITON)
 # They compile for AMD's GPUs, which is tested, and nobody has run them there.
 _NEVER_RUN = (Suspicion(_AMD, "it was never run on an AMD GPU", seen=False),)
 _PREFERENCE = 60
+_INDEXER_LOSS = KernelOption(
+    "indexer_loss", 0.0, minimum=0, description="weight of the loss that the indexer learns from; 0: it doesn't learn"
+)
 _KEPT_MIB = KernelOption(
     "kept_mib", 512, minimum=0, description="MiB of logits kept for backward, which computes the others again"
 )
@@ -93,12 +96,14 @@ def veomni_kernels() -> list[KernelSpec]:
             name="triton",
             op_name="dsa_attention",
             variant="standard",
-            factory="veomni_triton.dsa_attention:standard",
+            factory="veomni_triton.dsa_attention:made",
             hardware=_SM90,
             suspicions=_NEVER_RUN,
             description="gathers each query's keys once for many heads, on matrix units",
             preference=_PREFERENCE,
             deterministic=False,  # gradients of keys are added by atomics
+            features=("indexer_loss",),
+            options=(_INDEXER_LOSS,),
         ),
         KernelSpec(
             name="triton",

@@ -300,7 +300,7 @@ def _small(module: Any) -> tuple[Any, str]:
             for parameter, value in child._parameters.items():
                 norm._parameters[parameter] = None if value is None else nn.Parameter(probe.random(_NORMS[name]))
             if "normalized_shape" in vars(norm):
-                norm.normalized_shape = (_NORMS[name],)
+                vars(norm)["normalized_shape"] = (_NORMS[name],)
             small._modules[name] = norm
         elif child is not None:
             part, why_not = _small(child)

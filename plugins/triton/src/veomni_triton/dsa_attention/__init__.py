@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, library
 from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
-from veomni_core.kernels import first_derivatives_only, product_operands, without_autocast
-from veomni_ops.dsa_attention import check_call
-from veomni_triton.dsa_attention.kernels import forward_kernel, gradients_kernel
+from veomni_core.kernels import autocast_off, first_derivatives_only, product_operands, without_autocast
+from veomni_ops.dsa_attention import check_call, divergence
+from veomni_triton.dsa_attention.kernels import forward_kernel, gradients_kernel, target_kernel
 from veomni_triton.gpu import gpu_of
 from veomni_triton.sizes import ceil_div, power_of_two
 
@@ -26,6 +27,8 @@ _INPUTS = "Tensor query, Tensor keys, Tensor indices, float scaling, int value_w
 _LIBRARY.define(f"dsa_attention_forward({_INPUTS}) -> (Tensor output, Tensor log_sums)")
 _SAVED = "Tensor doutput, Tensor output, Tensor log_sums"
 _LIBRARY.define(f"dsa_attention_gradients({_SAVED}, {_INPUTS}) -> (Tensor dquery, Tensor dkeys)")
+_LIBRARY.define(f"dsa_attention_target(Tensor log_sums, {_INPUTS}) -> Tensor")
+_NUMBERS = 1 << 26  # in the tensors of a block of the loss
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -54,35 +57,66 @@ def standard(
     index_query: Tensor | None = None,
     index_key: Tensor | None = None,
     index_weights: Tensor | None = None,
-) -> Tensor:
-    """``[B, T, H, V]``, with gradients of ``query`` and ``keys``.
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``[B, T, H, V]``, with gradients of ``query`` and ``keys``, and with the indexer's inputs its loss ``[B, T]``.
 
     Raises:
-        ValueError: shapes or dtypes don't fit together, or the indexer's loss is asked for.
+        ValueError: shapes or dtypes don't fit together.
         TypeError: query and keys differ in dtype without autocast, or are of none of float32, bfloat16 and float16.
     """
     query, keys = product_operands("triton", dtypes=_DTYPES, query=query, keys=keys)
     check_call(query, keys, indices, value_width, index_query, index_key, index_weights)
     if keys.shape[1:].numel() >= 2**31:
         raise ValueError(f"dsa_attention: {keys.shape[1]} keys of {keys.shape[2]} columns are too many; choose torch")
-    if index_query is not None:
-        raise ValueError("dsa_attention: this kernel doesn't compute the indexer's loss: choose torch for it")
-    return _Attention.apply(query, keys, indices, float(scaling), value_width)  # type: ignore[no-any-return]
+    call = query, keys, indices, float(scaling), value_width
+    output, log_sums = _Attention.apply(*call)
+    if index_query is None or index_key is None or index_weights is None:
+        return output  # type: ignore[no-any-return]
+    with torch.no_grad():
+        target = torch.ops.veomni_triton.dsa_attention_target.default(log_sums, *call)
+    return output, _loss(index_query, index_key, index_weights, indices, target)
+
+
+def made(indexer_loss: float = 0.0) -> Any:
+    """The kernel. The binding reads how much of the indexer's loss counts, and then passes the indexer's inputs."""
+    return standard
+
+
+def _loss(index_query: Tensor, index_key: Tensor, index_weights: Tensor, indices: Tensor, target: Tensor) -> Tensor:
+    """The divergence, in plain PyTorch: of a block of queries at a time, and again in backward."""
+    batch, length, heads, width = index_query.shape
+    size = max(1, _NUMBERS // max(1, batch * indices.shape[2] * (heads + width)))
+    with autocast_off(index_query.device.type):
+        losses = [
+            checkpoint(
+                divergence,
+                index_query[:, rows],
+                index_key,
+                index_weights[:, rows],
+                indices[:, rows],
+                target[:, rows],
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for rows in (slice(first, first + size) for first in range(0, length, size))
+        ]
+    return torch.cat([target.new_empty(batch, 0), *losses], dim=1)
 
 
 class _Attention(Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, *call: Any) -> Tensor:
+    def forward(ctx: Any, *call: Any) -> tuple[Tensor, Tensor]:
         output, log_sums = torch.ops.veomni_triton.dsa_attention_forward.default(*call)
         ctx.save_for_backward(*call[:3], output, log_sums)
         ctx.settings = call[3:]
-        return output  # type: ignore[no-any-return]
+        ctx.mark_non_differentiable(log_sums)
+        return output, log_sums
 
     @staticmethod
     @first_derivatives_only
     @without_autocast
-    def backward(ctx: Any, doutput: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, doutput: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, output, log_sums = ctx.saved_tensors
         gradients = torch.ops.veomni_triton.dsa_attention_gradients.default
         found = gradients(doutput, output, log_sums, *inputs, *ctx.settings)
@@ -125,6 +159,18 @@ def _gradients(
     return dquery, dkeys.to(keys.dtype)
 
 
+def _target(log_sums: Tensor, query: Tensor, keys: Tensor, indices: Tensor, scaling: float, value_width: int) -> Tensor:
+    target = indices.new_empty(indices.shape, dtype=torch.float32)
+    query, keys, indices = query.contiguous(), keys.contiguous(), indices.contiguous()
+    if target.numel():
+        (rows, _), sizes, shared = _shared(query, keys, indices, value_width, FORWARD)
+        with torch.cuda.device_of(query):
+            target_kernel[rows, ceil_div(indices.shape[2], shared["K"])](
+                query, keys, indices, log_sums, target, scaling / math.log(2), *sizes, **shared
+            )
+    return target
+
+
 def _shared(
     query: Tensor, keys: Tensor, indices: Tensor, value_width: int, launch: Launch
 ) -> tuple[tuple[int, int], tuple[int, ...], dict[str, Any]]:
@@ -159,6 +205,11 @@ def _gradients_like(
 for _name, _implementation, _fake in (
     ("dsa_attention_forward", _forward, _results),
     ("dsa_attention_gradients", _gradients, _gradients_like),
+    (
+        "dsa_attention_target",
+        _target,
+        lambda log_sums, query, keys, indices, *_: indices.new_empty(indices.shape, dtype=torch.float32),
+    ),
 ):
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     library.register_fake(f"{_NAMESPACE}::{_name}", _fake, lib=_LIBRARY)

@@ -12,18 +12,18 @@ import triton.language as tl
 
 
 @triton.jit
-def _load_heads(x, row, heads, stride, column, width, H: tl.constexpr, C: tl.constexpr):
+def _load_heads(x, row, head_H, heads, stride, column, width, C: tl.constexpr):
     """``[H, C]`` of a query, from ``column`` on; each of its heads is ``stride`` long."""
-    head_H, column_C = tl.program_id(1) * H + tl.arange(0, H), tl.arange(0, C)
+    column_C = tl.arange(0, C)
     inside_HC = (head_H < heads)[:, None] & (column_C < width)[None, :]
     place_HC = (row * heads + head_H.to(tl.int64))[:, None] * stride + column + column_C[None, :]
     return tl.load(x + place_HC, mask=inside_HC, other=0.0)
 
 
 @triton.jit
-def _store_heads(x, tile_HC, row, heads, stride, column, width, H: tl.constexpr, C: tl.constexpr):
+def _store_heads(x, tile_HC, row, head_H, heads, stride, column, width, C: tl.constexpr):
     """Write what :func:`_load_heads` reads."""
-    head_H, column_C = tl.program_id(1) * H + tl.arange(0, H), tl.arange(0, C)
+    column_C = tl.arange(0, C)
     inside_HC = (head_H < heads)[:, None] & (column_C < width)[None, :]
     place_HC = (row * heads + head_H.to(tl.int64))[:, None] * stride + column + column_C[None, :]
     tl.store(x + place_HC, tile_HC.to(x.dtype.element_ty), mask=inside_HC)
@@ -66,9 +66,10 @@ def forward_kernel(
 ):
     """``scaling`` is for powers of two, in which ``log_sums`` is too; it is ``inf`` for a query without keys."""
     row = tl.program_id(0).to(tl.int64)
+    head_H = tl.program_id(1) * H + tl.arange(0, H)
     keys += row // queries * count * width
-    query_HV = _load_heads(query, row, heads, width, 0, value_width, H, V)
-    query_HR = _load_heads(query, row, heads, width, value_width, width - value_width, H, R)
+    query_HV = _load_heads(query, row, head_H, heads, width, 0, value_width, V)
+    query_HR = _load_heads(query, row, head_H, heads, width, value_width, width - value_width, R)
     highest_H = tl.full([H], float("-inf"), dtype=tl.float32)
     sum_H = tl.zeros([H], dtype=tl.float32)
     output_HV = tl.zeros([H, V], dtype=tl.float32)
@@ -88,10 +89,48 @@ def forward_kernel(
         highest_H = further_H
     is_empty_H = sum_H == 0.0
     output_HV = output_HV / tl.where(is_empty_H, 1.0, sum_H)[:, None]
-    _store_heads(output, output_HV, row, heads, value_width, 0, value_width, H, V)
-    head_H = tl.program_id(1) * H + tl.arange(0, H)
+    _store_heads(output, output_HV, row, head_H, heads, value_width, 0, value_width, V)
     log_sum_H = tl.where(is_empty_H, float("inf"), highest_H + tl.log2(tl.where(is_empty_H, 1.0, sum_H)))
     tl.store(log_sums + row * heads + head_H, log_sum_H, mask=head_H < heads)
+
+
+@triton.jit
+def target_kernel(
+    query,
+    keys,
+    indices,
+    log_sums,
+    target,
+    scaling,
+    queries,
+    count,
+    heads,
+    top_k,
+    width,
+    value_width,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    R: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The mean of all heads' weights of a tile of a query's keys; 0 where no key is."""
+    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * K
+    keys += row // queries * count * width
+    is_key_K, begin_K = _chosen(indices, row, top_k, start, width, K)
+    key_KV = _load_keys(keys, begin_K, is_key_K, 0, value_width, V)
+    key_KR = _load_keys(keys, begin_K, is_key_K, value_width, width - value_width, R)
+    sum_K = tl.zeros([K], dtype=tl.float32)
+    for first in range(0, heads, H):
+        head_H = first + tl.arange(0, H)
+        query_HV = _load_heads(query, row, head_H, heads, width, 0, value_width, V)
+        query_HR = _load_heads(query, row, head_H, heads, width, value_width, width - value_width, R)
+        log_sum_H = tl.load(log_sums + row * heads + head_H, mask=head_H < heads, other=float("inf"))
+        logit_HK = tl.dot(query_HV, tl.trans(key_KV), input_precision=PRECISION)
+        logit_HK = tl.dot(query_HR, tl.trans(key_KR), logit_HK, input_precision=PRECISION) * scaling
+        sum_K += tl.sum(tl.exp2(logit_HK - log_sum_H[:, None]), 0)
+    place_K = start + tl.arange(0, K)
+    tl.store(target + row * top_k + place_K, tl.where(is_key_K, sum_K / heads, 0.0), mask=place_K < top_k)
 
 
 @triton.jit
@@ -123,10 +162,10 @@ def gradients_kernel(
     keys += row // queries * count * width
     dkeys += row // queries * count * width
     head_H = tl.program_id(1) * H + tl.arange(0, H)
-    query_HV = _load_heads(query, row, heads, width, 0, value_width, H, V)
-    query_HR = _load_heads(query, row, heads, width, value_width, width - value_width, H, R)
-    upstream_HV = _load_heads(doutput, row, heads, value_width, 0, value_width, H, V)
-    output_HV = _load_heads(output, row, heads, value_width, 0, value_width, H, V)
+    query_HV = _load_heads(query, row, head_H, heads, width, 0, value_width, V)
+    query_HR = _load_heads(query, row, head_H, heads, width, value_width, width - value_width, R)
+    upstream_HV = _load_heads(doutput, row, head_H, heads, value_width, 0, value_width, V)
+    output_HV = _load_heads(output, row, head_H, heads, value_width, 0, value_width, V)
     mean_H = tl.sum(upstream_HV.to(tl.float32) * output_HV.to(tl.float32), 1)
     log_sum_H = tl.load(log_sums + row * heads + head_H, mask=head_H < heads, other=float("inf"))
     dquery_HV = tl.zeros([H, V], dtype=tl.float32)
@@ -154,5 +193,5 @@ def gradients_kernel(
         tl.atomic_add(dkeys + (begin_K[None, :] + column_V[:, None]), dkey_VK, mask=inside_VK, sem="relaxed")
         place_RK = begin_K[None, :] + (value_width + column_R)[:, None]
         tl.atomic_add(dkeys + place_RK, dkey_RK, mask=inside_RK, sem="relaxed")
-    _store_heads(dquery, dquery_HV, row, heads, width, 0, value_width, H, V)
-    _store_heads(dquery, dquery_HR, row, heads, width, value_width, width - value_width, H, R)
+    _store_heads(dquery, dquery_HV, row, head_H, heads, width, 0, value_width, V)
+    _store_heads(dquery, dquery_HR, row, head_H, heads, width, value_width, width - value_width, R)
