@@ -19,6 +19,7 @@ VARIANTS = {
         ("moe_experts", "clamped"),
         ("rotary_pos_emb", "single_tail"),
     },
+    "deepseek_v32": {("dsa_indexer", "standard"), ("dsa_attention", "standard")},
     "ernie4_5": {("rotary_pos_emb", "interleaved")},
     "glm": {("rotary_pos_emb", "interleaved_partial"), ("swiglu_mlp", "standard")},
     "gpt_oss": {("rotary_pos_emb", "half_width"), ("moe_experts", "clamped"), ("rms_norm", "cast_after")},
@@ -52,7 +53,7 @@ def test_bound_equals_eager_and_the_kernels_ran(model_type):
     wanted, wanted_gradients = step(model, ids)
     calls.clear()
     names = ("rms_norm", "rms_norm_gated", "causal_conv1d", "rotary_pos_emb", "swiglu_mlp", "cross_entropy_loss")
-    names += ("chunk_gated_delta_rule", "kda", "mamba2_scan")
+    names += ("chunk_gated_delta_rule", "kda", "mamba2_scan", "dsa_indexer", "dsa_attention")
     fields = dict.fromkeys((*(f"{name}_implementation" for name in names), "moe_implementation"), "auto")
     with bind(model, {"preset": "eager", "attn_implementation": "auto", **fields}, registry=REGISTRY):
         found, gradients = step(model, ids)

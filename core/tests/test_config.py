@@ -22,6 +22,8 @@ GPU_DEFAULTS = {
     "kda": "eager",
     "load_balancing_loss": "triton",
     "mamba2_scan": "eager",
+    "dsa_indexer": "eager",
+    "dsa_attention": "eager",
     "moe_experts": "fused_triton",
     "rms_norm": "liger_kernel",
     "rms_norm_gated": "eager",

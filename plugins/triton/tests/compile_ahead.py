@@ -12,6 +12,8 @@ from calls_ahead import Call, compile_calls
 from veomni_triton import (
     causal_conv1d,
     chunk_gated_delta_rule,
+    dsa_attention,
+    dsa_indexer,
     mamba2_scan,
     rms_norm,
     rms_norm_gated,
@@ -35,6 +37,7 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             lambda width=width: rms_norm_gated.standard(tensor(8, width), tensor(8, width), tensor(width), 1e-6),
         )
     yield "scan of heads of (64, 128)", lambda: _scan(tensor, 64, 128)
+    yield "sparse attention", lambda: _sparse_attention(tensor, 128, 512, 64, 128, 64)
     if dtype == torch.float32:  # all other launches have as many elements in a tile as those of 16 bits, or far fewer
         return
     heads, angles = (1, 8, 64, 128), (1, 64, 128)
@@ -70,6 +73,20 @@ def _delta_rule(tensor: Callable[..., Tensor], key_width: int, value_width: int)
     value = tensor(batch, length, heads, value_width)
     g, beta = tensor(batch, length, heads, of=torch.float32), tensor(batch, length, heads)
     return chunk_gated_delta_rule.standard(query, key, value, g, beta, use_qk_l2norm_in_kernel=True)[0]
+
+
+def _sparse_attention(
+    tensor: Callable[..., Tensor], heads: int, value_width: int, rest: int, index_width: int, index_heads: int
+) -> Tensor:
+    batch, length, top_k = 1, 256, 128
+    weights, ranges = tensor(batch, length, index_heads, of=torch.float32), torch.zeros(1, length, 2, dtype=torch.int32)
+    index = tensor(batch, length, index_heads, index_width), tensor(batch, length, index_width)
+    for visible in (ranges, torch.zeros(1, length, length, dtype=torch.bool)):
+        chosen = dsa_indexer.standard(*index, weights, visible, top_k)
+    width = value_width + rest
+    return dsa_attention.standard(
+        tensor(batch, length, heads, width), tensor(batch, length, width), chosen, width**-0.5, value_width
+    )
 
 
 def _scan(tensor: Callable[..., Tensor], width: int, state: int) -> Tensor:

@@ -45,6 +45,8 @@ def _penalty_gradients(call: Callable[[Sample], tuple[Tensor, ...]], sample: Sam
     values = (*sample.args, *sample.kwargs.values())
     inputs = [tensor for value in values for _, tensor in tensors_of(value, "") if tensor.requires_grad]
     results = [result for result in call(sample) if result.requires_grad]
+    if not inputs:  # of an op that chooses
+        return []
     scaled = [_wide(result) / _wide(result.detach()).abs().amax().clamp_min(1.0) for result in results]
     squares = [(each.square() * upstream_of(each)).sum() for each in scaled]
     gradients = torch.autograd.grad(squares, inputs, create_graph=True, allow_unused=True)

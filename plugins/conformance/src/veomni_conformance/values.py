@@ -210,7 +210,7 @@ def _means(subject: Subject, found: Outcome, exact: Outcome, eager: Outcome) -> 
         for name, gradient in found.gradients.items()
     ]
     for what, allowed, mine, wanted, usual in triples:
-        if mine is None or wanted is None or usual is None or mine.numel() < _FEW:
+        if mine is None or wanted is None or usual is None or mine.numel() < _FEW or not mine.is_floating_point():
             continue
         (mean, spread), (of_eager, _) = bias(mine, wanted), bias(usual, wanted)
         limit = min(_OF_NORM * allowed.norm, _OF_SPACING * torch.finfo(subject.dtype).eps)

@@ -47,8 +47,6 @@ INSTEAD: Mapping[str, str] = {
     "IGNORE_INDEX": "write veomni_core.kernels.IGNORED, which is -100",
 }
 _FOR_SINGLE_MODELS = {
-    "dsa_attention_implementation": "DeepSeek's sparse attention",
-    "dsa_indexer_implementation": "the indexer of DeepSeek's sparse attention",
     "mhc_implementation": "manifold-constrained hyper-connections",
 }
 

@@ -1,11 +1,14 @@
 """Declares the kernels to veomni-core. Doesn't import torch."""
 
-from veomni_core import KernelSpec, hookimpl
+from veomni_core import KernelOption, KernelSpec, hookimpl
 
 VEOMNI_PLUGIN_API_VERSION = 1
 
 # Most fused kernels declare a higher preference, so `auto` takes these where no such kernel can run.
 _PREFERENCE = 10
+_INDEXER_LOSS = KernelOption(
+    "indexer_loss", 0.0, minimum=0, description="weight of the loss that the indexer learns from; 0: it doesn't learn"
+)
 
 
 @hookimpl
@@ -106,6 +109,25 @@ def veomni_kernels() -> list[KernelSpec]:
             factory="veomni_torch.mamba2_scan:standard",
             description="a few chunks of 64 tokens at a time, and again in backward; saves its inputs and few states",
             preference=_PREFERENCE,
+        ),
+        KernelSpec(
+            name="torch",
+            op_name="dsa_indexer",
+            variant="standard",
+            factory="veomni_torch.dsa_indexer:standard",
+            description="the scores of a block of queries at a time",
+            preference=_PREFERENCE,
+        ),
+        KernelSpec(
+            name="torch",
+            op_name="dsa_attention",
+            variant="standard",
+            factory="veomni_torch.dsa_attention:made",
+            description="gathers the keys of a block of queries at a time, and again in backward; saves its inputs",
+            preference=_PREFERENCE,
+            deterministic=False,  # on a GPU gradients of keys are added in any order
+            features=("indexer_loss",),
+            options=(_INDEXER_LOSS,),
         ),
         *KernelSpec.for_variants(
             ("standard", "clamped"),

@@ -44,6 +44,10 @@ SITE_RULES: tuple[SiteRule, ...] = (
     ),
     SiteRule("Mamba 2 scans", "veomni_transformers.mamba2_scans.locator:Mamba2Scans", order=20, proves=True),
     SiteRule(
+        "sparse attention's indexers", "veomni_transformers.sparse_attention.locator:Indexers", order=25, proves=True
+    ),
+    SiteRule("sparse attention", "veomni_transformers.sparse_attention.locator:SparseAttention", order=25, proves=True),
+    SiteRule(
         "attention interface",
         "veomni_transformers.attention.locator:AttentionInterface",
         order=30,

@@ -11,9 +11,14 @@ _AMD = HardwareRequirement("rocm", packages=_TRITON)
 _GPU = HardwareRequirement("cuda", min_compute_capability=70, packages=_TRITON) | _AMD
 # For NVIDIA's GPUs before these Triton computes products one by one, and spills about 10 KB a thread.
 _MATRIX_UNITS = HardwareRequirement("cuda", min_compute_capability=80, packages=_TRITON) | _AMD
+# Gradients of latents of 576 columns take more shared memory than GPUs of SM86 and SM89 have.
+_SM90 = HardwareRequirement("cuda", min_compute_capability=90, packages=_TRITON) | _AMD
 # They compile for AMD's GPUs, which is tested, and nobody has run them there.
 _NEVER_RUN = (Suspicion(_AMD, "it was never run on an AMD GPU", seen=False),)
 _PREFERENCE = 60
+_INDEXER_LOSS = KernelOption(
+    "indexer_loss", 0.0, minimum=0, description="weight of the loss that the indexer learns from; 0: it doesn't learn"
+)
 _KEPT_MIB = KernelOption(
     "kept_mib", 512, minimum=0, description="MiB of logits kept for backward, which computes the others again"
 )
@@ -35,7 +40,7 @@ def _kernels(op_name: str, variants: Iterable[str], description: str) -> tuple[K
 
 @hookimpl
 def veomni_kernels() -> list[KernelSpec]:
-    """Every kernel, deterministic in forward and backward."""
+    """Every kernel. But for sparse attention's gradients of keys, each gives the same bits on every run."""
     norms = ("standard", "cast_after", "offset", "unweighted", "unweighted_rounded_scale")
     rotations = (
         *("full", "partial", "sign_flipped", "half_width", "pairwise", "pairwise_partial"),
@@ -76,6 +81,29 @@ def veomni_kernels() -> list[KernelSpec]:
             suspicions=_NEVER_RUN,
             description="chunks of tokens on matrix units; saves only its inputs",
             preference=_PREFERENCE,
+        ),
+        KernelSpec(
+            name="triton",
+            op_name="dsa_indexer",
+            variant="standard",
+            factory="veomni_triton.dsa_indexer:standard",
+            hardware=_MATRIX_UNITS,
+            suspicions=_NEVER_RUN,
+            description="scores on matrix units, of a block of queries at a time; the least chosen one bit by bit",
+            preference=_PREFERENCE,
+        ),
+        KernelSpec(
+            name="triton",
+            op_name="dsa_attention",
+            variant="standard",
+            factory="veomni_triton.dsa_attention:made",
+            hardware=_SM90,
+            suspicions=_NEVER_RUN,
+            description="gathers each query's keys once for many heads, on matrix units",
+            preference=_PREFERENCE,
+            deterministic=False,  # gradients of keys are added by atomics
+            features=("indexer_loss",),
+            options=(_INDEXER_LOSS,),
         ),
         KernelSpec(
             name="triton",

@@ -1,0 +1,111 @@
+"""Scores of a tile of queries and keys, and the highest ones of a row.
+
+Shape legend: ``M`` queries, ``N`` keys, ``D`` columns of a head, padded to a power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
+
+
+@triton.jit
+def scores_kernel(
+    query,
+    key,
+    weights,
+    visible,
+    scores,
+    first,
+    rows,
+    keys,
+    heads,
+    width,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    BOOLS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``scores[rows, keys]`` of one batch row's queries from ``first`` on; ``-inf`` where they don't see a key."""
+    row_M = tl.program_id(0) * M + tl.arange(0, M)
+    key_N = tl.program_id(1) * N + tl.arange(0, N)
+    column_D = tl.arange(0, D)
+    is_row_M, is_key_N = row_M < rows, key_N < keys
+    query_M = (first + row_M).to(tl.int64)
+    if BOOLS:
+        place_MN = query_M[:, None] * keys + key_N[None, :]
+        seen_MN = tl.load(visible + place_MN, mask=is_row_M[:, None] & is_key_N[None, :], other=0) != 0
+    else:
+        begin_M = tl.load(visible + 2 * query_M, mask=is_row_M, other=0)
+        stop_M = tl.load(visible + 2 * query_M + 1, mask=is_row_M, other=0)
+        seen_MN = (key_N[None, :] >= begin_M[:, None]) & (key_N[None, :] < stop_M[:, None]) & is_key_N[None, :]
+    sum_MN = tl.zeros([M, N], dtype=tl.float32)
+    if tl.max(tl.max(seen_MN.to(tl.int32), 1), 0) > 0:
+        inside_ND = is_key_N[:, None] & (column_D < width)[None, :]
+        key_ND = tl.load(key + key_N.to(tl.int64)[:, None] * width + column_D[None, :], mask=inside_ND, other=0.0)
+        inside_MD = is_row_M[:, None] & (column_D < width)[None, :]
+        for head in range(heads):
+            of_head_M = query_M * heads + head
+            query_MD = tl.load(query + of_head_M[:, None] * width + column_D[None, :], mask=inside_MD, other=0.0)
+            weight_M = tl.load(weights + of_head_M, mask=is_row_M, other=0.0)
+            product_MN = tl.dot(query_MD, tl.trans(key_ND), input_precision=PRECISION)
+            # Not tl.maximum, which gives 0 for NaN.
+            sum_MN += tl.where(product_MN < 0.0, 0.0, product_MN) * weight_M[:, None]
+    bounded_MN = tl.minimum(tl.maximum(sum_MN, -LARGEST), LARGEST)  # so that NaN alone is higher
+    sum_MN = tl.where(sum_MN == sum_MN, bounded_MN, float("inf"))
+    sum_MN = tl.where(seen_MN, sum_MN, float("-inf"))
+    into_MN = scores + row_M.to(tl.int64)[:, None] * keys + key_N[None, :]
+    tl.store(into_MN, sum_MN, mask=is_row_M[:, None] & is_key_N[None, :])
+
+
+@triton.jit
+def _ordered(scores, row_R, key_N, rows, keys):
+    """``[R, N]`` scores as unsigned integers of the same order, 0 past the last row and key."""
+    inside_RN = (row_R < rows)[:, None] & (key_N < keys)[None, :]
+    place_RN = scores + row_R.to(tl.int64)[:, None] * keys + key_N[None, :]
+    score_RN = tl.load(place_RN, mask=inside_RN, other=float("-inf"))
+    score_RN = tl.where(score_RN == 0.0, 0.0, score_RN)  # -0.0 is as high as 0.0
+    bits_RN = score_RN.to(tl.uint32, bitcast=True)
+    ordered_RN = tl.where(bits_RN >> 31 != 0, bits_RN ^ 0xFFFFFFFF, bits_RN | 0x80000000)
+    return tl.where(inside_RN, ordered_RN, 0)
+
+
+@triton.jit
+def highest_kernel(scores, found, rows, keys, top_k, NONE: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
+    """Write the places of each row's ``top_k`` highest scores, rising; of equal ones the first.
+
+    The least of them is found bit by bit, from the highest one on. ``NONE`` is what ``-inf`` is in order. A program has
+    ``R`` rows, and reads ``N`` keys of each at a time.
+    """
+    row_R, key_N = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, N)
+    found_R1 = found + (row_R.to(tl.int64) * top_k)[:, None]
+    least_R = tl.zeros([R], dtype=tl.uint32)
+    for place in range(32):
+        candidate_R = least_R | (tl.full([R], 1, dtype=tl.uint32) << (31 - place))
+        count_R = tl.zeros([R], dtype=tl.int32)
+        for start in range(0, keys, N):
+            ordered_RN = _ordered(scores, row_R, start + key_N, rows, keys)
+            count_R += tl.sum((ordered_RN >= candidate_R[:, None]).to(tl.int32), 1)
+        least_R = tl.where(count_R >= top_k, candidate_R, least_R)
+    left_R, written_R = tl.zeros([R], dtype=tl.int32) + top_k, tl.zeros([R], dtype=tl.int32)
+    for start in range(0, keys, N):
+        ordered_RN = _ordered(scores, row_R, start + key_N, rows, keys)
+        left_R -= tl.sum((ordered_RN > least_R[:, None]).to(tl.int32), 1)
+    for start in range(0, keys, N):
+        ordered_RN = _ordered(scores, row_R, start + key_N, rows, keys)
+        seen_RN = ordered_RN > NONE
+        equal_RN = ((ordered_RN == least_R[:, None]) & seen_RN).to(tl.int32)
+        taken_RN = equal_RN * (tl.cumsum(equal_RN, 1) <= left_R[:, None]).to(tl.int32)
+        chosen_RN = taken_RN + ((ordered_RN > least_R[:, None]) & seen_RN).to(tl.int32)
+        place_RN = written_R[:, None] + tl.cumsum(chosen_RN, 1) - 1
+        key_RN = tl.zeros([R, N], dtype=tl.int32) + (start + key_N)[None, :]
+        tl.store(found_R1 + place_RN, key_RN, mask=chosen_RN != 0)
+        left_R -= tl.sum(taken_RN, 1)
+        written_R += tl.sum(chosen_RN, 1)
+    for start in range(0, top_k, N):
+        place_RN = tl.zeros([R, N], dtype=tl.int32) + (start + key_N)[None, :]
+        is_left_RN = (place_RN >= written_R[:, None]) & (place_RN < top_k) & (row_R < rows)[:, None]
+        tl.store(found_R1 + place_RN, tl.zeros([R, N], dtype=tl.int32) - 1, mask=is_left_RN)

@@ -1,0 +1,57 @@
+"""Sparse attention's kernels against their contracts, and what a model's layer gets of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from veomni_conformance import check_kernel
+from veomni_ops import dsa_attention as attention
+from veomni_ops import dsa_indexer as indexer
+from veomni_ops.contract import Size
+from veomni_triton import dsa_attention, dsa_indexer
+from veomni_triton.plugin import veomni_kernels
+
+SPECS = [spec for spec in veomni_kernels() if spec.op_name.startswith("dsa_")]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter runs one element after the other.
+SAMPLES = {} if DEVICE == "cuda" else {"largest": Size.SMALL, "every_form": False}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", SPECS[0].dtypes)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_conformance(spec, dtype):
+    check_kernel(spec, DEVICE, dtype, **SAMPLES).raise_if_failed()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["no ties", "ties"])
+@pytest.mark.parametrize("block", [1, 1 << 26], ids=["a tile of queries at a time", "all at once"])
+def test_no_choice_depends_on_the_blocks_of_queries(monkeypatch, tied, block):
+    monkeypatch.setattr(dsa_indexer, "_SCORES", block)
+    monkeypatch.setattr(dsa_indexer, "_ROW_TILE", 16)  # several tiles of a row
+    problems = indexer._Problems(torch.device(DEVICE), torch.float32)
+    call = problems.call(1, 39, 9, lengths=(3, 36), tied=tied)
+    assert torch.equal(dsa_indexer.standard(*call), indexer.standard(*call))
+
+
+def test_keys_and_queries_get_their_gradients():
+    problems = attention._Problems(torch.device(DEVICE), torch.float32)
+    query, keys, *rest = problems.call(2, 7, 20, heads=18, widths=(40, 24), keys=30)  # several tiles of each
+    found, wanted = (
+        torch.autograd.grad(kernel(query, keys, *rest).square().sum(), (query, keys))
+        for kernel in (dsa_attention.standard, attention.standard)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_indexers_loss_in_blocks_of_queries(monkeypatch):
+    monkeypatch.setattr(dsa_attention, "_NUMBERS", 1)
+    problems = attention._Problems(torch.device(DEVICE), torch.float32)
+    call = problems.call(2, 7, 20, heads=18, widths=(40, 24), keys=30)
+    index = problems.indexer(call)
+    (found, mine), (wanted, theirs) = (
+        (loss, torch.autograd.grad(loss.square().sum(), list(index.values())))
+        for loss in (kernel(*call, **index)[1] for kernel in (dsa_attention.standard, attention.standard))
+    )
+    torch.testing.assert_close((found, *mine), (wanted, *theirs), rtol=1e-4, atol=1e-5)
