@@ -1,6 +1,8 @@
 """Declares the kernels to veomni-core. Doesn't import torch."""
 
-from veomni_core import KernelSpec, hookimpl
+from collections.abc import Iterable
+
+from veomni_core import HardwareRequirement, KernelSpec, hookimpl
 
 VEOMNI_PLUGIN_API_VERSION = 1
 
@@ -8,10 +10,51 @@ VEOMNI_PLUGIN_API_VERSION = 1
 _PREFERENCE = 10
 
 
+def _in_fixed_order(
+    op_name: str, variants: Iterable[str], factory: str, features: tuple[str, ...] = ()
+) -> tuple[KernelSpec, ...]:
+    """Kernels whose sums have an order that no batch changes; on CPUs, where others are faster."""
+    return KernelSpec.for_variants(
+        variants,
+        name="fixed_order",
+        op_name=op_name,
+        factory=f"veomni_torch.{factory}",
+        hardware=HardwareRequirement("cpu"),
+        description="batch-invariant: a row's bits depend on that row alone",
+        preference=5,
+        features=features,
+        batch_invariant=True,
+    )
+
+
 @hookimpl
 def veomni_kernels() -> list[KernelSpec]:
     """One kernel per op and variant, for any device."""
+    norms = ("standard", "cast_after", "offset", "unweighted", "unweighted_rounded_scale")
+    seen = (
+        "dense_mask",
+        "sliding_window",
+        "packed",
+        "softcap",
+        "softcap_by_lengths",
+        "sinks",
+        "wide_heads",
+        "odd_heads",
+        "sdpa_mask",
+    )
     return [
+        *_in_fixed_order("linear", ("standard",), "linear:{variant}"),
+        *_in_fixed_order("attention", ("standard",), "attention_in_fixed_order:attention", seen),
+        *_in_fixed_order("rms_norm", norms, "rms_norm:{variant}"),
+        *_in_fixed_order("rms_norm_gated", ("standard", "sigmoid", "gate_first"), "rms_norm_gated:{variant}"),
+        *_in_fixed_order("moe_experts", ("standard", "clamped"), "moe_experts:{variant}_in_fixed_order"),
+        *_in_fixed_order(
+            "token_logprobs",
+            ("causal",),
+            "token_logprobs:{variant}_in_fixed_order",
+            ("top1", "mean_logit", "log_sum_squares"),
+        ),
+        *_in_fixed_order("cross_entropy_loss", ("causal",), "cross_entropy_loss:{variant}_in_fixed_order"),
         KernelSpec(
             name="sdpa",
             op_name="attention",
@@ -23,7 +66,7 @@ def veomni_kernels() -> list[KernelSpec]:
             features=("dense_mask", "dropout", "position_bias", "wide_heads", "odd_heads", "sdpa_mask"),
         ),
         *KernelSpec.for_variants(
-            ("standard", "cast_after", "offset", "unweighted", "unweighted_rounded_scale"),
+            norms,
             name="torch",
             op_name="rms_norm",
             factory="veomni_torch.rms_norm:{variant}",
@@ -46,6 +89,7 @@ def veomni_kernels() -> list[KernelSpec]:
             description="saves only its inputs",
             preference=_PREFERENCE,
             fullgraph=True,
+            batch_invariant=True,
         ),
         KernelSpec(
             name="torch",
@@ -55,6 +99,7 @@ def veomni_kernels() -> list[KernelSpec]:
             description="shifted products of one tile of positions at a time, and again in backward",
             preference=_PREFERENCE,
             features=("any_width",),
+            batch_invariant=True,
         ),
         KernelSpec(
             name="chunk_loss",

@@ -11,6 +11,7 @@ SITE_RULES: tuple[SiteRule, ...] = (
     SiteRule("op slots", "veomni_transformers.slots:DeclaredSlots", order=10, proves=True),
     SiteRule("norm modules", "veomni_transformers.norms.rms_norm:NormModules", order=10, proves=True),
     SiteRule("gated norm modules", "veomni_transformers.norms.rms_norm_gated:GatedNormModules", order=10, proves=True),
+    SiteRule("linear modules", "veomni_transformers.linears.locator:LinearModules", order=10, proves=True),
     SiteRule("gated MLP modules", "veomni_transformers.gated_mlps.locator:GatedMlpModules", order=10, proves=True),
     SiteRule(
         "experts modules",
