@@ -122,7 +122,7 @@ def _forward(
                 places = [row - at for row in own]
                 result[b, :, own] = outputs[:, places, :width]
                 log_sums[b, :, own] = logs[:, places, 0]
-    return result.transpose(1, 2).to(query.dtype, memory_format=torch.contiguous_format), log_sums
+    return result.transpose(1, 2).to(query.dtype).contiguous(), log_sums
 
 
 @_forward.register_fake
@@ -182,7 +182,7 @@ def _backward(
             dkey[b] += ds_KRL.mT @ q_KRD
             if s_aux is not None:
                 dsinks -= ((s_aux.to(wide)[:, None] - log_sums[b, :, rows]).exp() * delta_HS).sum(-1)
-    dsinks = dsinks if s_aux is None else dsinks.to(s_aux.dtype)
+    dsinks = query.new_empty(0) if s_aux is None else dsinks.to(s_aux.dtype)
     return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), dsinks
 
 
@@ -221,14 +221,16 @@ _forward.register_autograd(_gradients, setup_context=_save)
 def _split(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What is seen, what is added to scores, and by what they are multiplied first, each ``[1 or H, S, L]``.
 
-    The lowest numbers hide a key. A row of nothing else sees all of them alike: its scores are lost beside them.
+    The lowest numbers hide a key. A row of nothing else sees all keys, and its scores are lost beside such numbers; not
+    beside those of float16.
     """
     if mask.dtype == torch.bool:
         return mask, None, None
     seen = mask > torch.finfo(mask.dtype).min / 2
     lowest = ~seen.any(-1, keepdim=True)
     added = torch.where(lowest & ~mask.isinf(), 0.0, mask).to(dtype)
-    return seen | (lowest & ~mask.isinf()), added, (~lowest).to(dtype).expand(mask.shape)
+    lost = lowest & (mask.dtype != torch.float16)
+    return seen | (lowest & ~mask.isinf()), added, (~lost).to(dtype).expand(mask.shape)
 
 
 def _widened(heads: Tensor) -> Tensor:

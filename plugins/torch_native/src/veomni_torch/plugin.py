@@ -11,7 +11,7 @@ _PREFERENCE = 10
 
 
 def _in_fixed_order(
-    op_name: str, variants: Iterable[str], factory: str, features: tuple[str, ...] = ()
+    op_name: str, variants: Iterable[str], factory: str, features: tuple[str, ...] = (), mask: str = ""
 ) -> tuple[KernelSpec, ...]:
     """Kernels whose sums have an order that no batch changes; on CPUs, where others are faster."""
     return KernelSpec.for_variants(
@@ -23,6 +23,7 @@ def _in_fixed_order(
         description="batch-invariant: a row's bits depend on that row alone",
         preference=5,
         features=features,
+        mask=mask,
         batch_invariant=True,
     )
 
@@ -40,11 +41,17 @@ def veomni_kernels() -> list[KernelSpec]:
         "sinks",
         "wide_heads",
         "odd_heads",
-        "sdpa_mask",
     )
     return [
         *_in_fixed_order("linear", ("standard",), "linear:{variant}"),
-        *_in_fixed_order("attention", ("standard",), "attention_in_fixed_order:attention", seen),
+        # With masks as for eager attention, which hide what that hides, in any model.
+        *_in_fixed_order(
+            "attention",
+            ("standard",),
+            "attention_in_fixed_order:attention",
+            seen,
+            mask="transformers.masking_utils:eager_mask",
+        ),
         *_in_fixed_order("rms_norm", norms, "rms_norm:{variant}"),
         *_in_fixed_order("rms_norm_gated", ("standard", "sigmoid", "gate_first"), "rms_norm_gated:{variant}"),
         *_in_fixed_order("moe_experts", ("standard", "clamped"), "moe_experts:{variant}_in_fixed_order"),

@@ -90,6 +90,9 @@ def veomni_commands() -> list[CommandSpec]:
             "source", "veomni_transformers.cli.source:source", "The code that runs at a module of a bound model."
         ),
         CommandSpec(
+            "parity", "veomni_transformers.cli.parity:parity", "Whether training and rollouts give the same bits."
+        ),
+        CommandSpec(
             "coverage", "veomni_transformers.cli.coverage:coverage", "What binds in every model type of transformers."
         ),
     ]
