@@ -19,7 +19,10 @@ SAME = {
     "token_logprobs_implementation": "fixed_order",
 }
 GPT_OSS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "output_router_logits": False}
-FAMILIES = {"llama": {}, "qwen3": {}, "qwen3_moe": {"output_router_logits": False}, "gpt_oss": {**GPT_OSS}}
+FAMILIES = {
+    **{"llama": {}, "qwen3": {}, "qwen3_moe": {"output_router_logits": False}},
+    **{"gpt_oss": GPT_OSS, "deepseek_v3": {}},
+}
 QWEN3_NEXT = {
     **{"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},

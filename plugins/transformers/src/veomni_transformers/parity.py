@@ -170,7 +170,10 @@ def _cut(run: _Run, part: Part) -> _Run:
 
 
 def _joined(runs: list[_Run], dim: int) -> _Run:
-    paths = [path for path in runs[0][1] if all(path in outputs for _, outputs in runs)]
+    shapes = {path: output.movedim(dim, 0).shape[1:] for path, output in runs[0][1].items()}
+    every = [{path: output.movedim(dim, 0).shape[1:] for path, output in outputs.items()} for _, outputs in runs]
+    # What has another shape in some run, as a count of experts that is the batch's, has no row for each position.
+    paths = [path for path, shape in shapes.items() if all(each.get(path) == shape for each in every)]
     outputs = {path: torch.cat([each[path] for _, each in runs], dim) for path in paths}
     return torch.cat([logprobs for logprobs, _ in runs], dim), outputs
 
@@ -181,7 +184,7 @@ def _compared(model: PreTrainedModel, layout: str, wanted: _Run, run: Callable[[
     except VeOmniError as error:  # as of packed sequences that a model would mix
         return Compared(layout, why_not=str(error))
     difference = (logprobs.double() - wanted[0].double()).abs()
-    both = [path for path in wanted[1] if path in outputs]
+    both = [path for path, output in wanted[1].items() if path in outputs and outputs[path].shape == output.shape]
     first = next((path for path in both if not torch.equal(outputs[path], wanted[1][path])), None)
     named = "" if first is None else _named(model, first)
     return Compared(layout, float(difference.mean()), float(difference.max()), named)

@@ -29,7 +29,7 @@ def _kernels(op_name: str, variants: Iterable[str], description: str) -> tuple[K
         suspicions=_NEVER_RUN,
         description=description,
         preference=_PREFERENCE,
-        batch_invariant=op_name in ("rms_norm", "rms_norm_gated"),
+        batch_invariant=True,
     )
 
 
