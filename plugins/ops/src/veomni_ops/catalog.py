@@ -34,7 +34,7 @@ OPS: tuple[OpSpec, ...] = (
         description="the matrix products of linear layers, heads and routers",
         follows_autocast=True,
         on_request=True,
-        published={"fixed_order": "veomni-torch"},
+        published={"fixed_order": "veomni-torch", "triton": "veomni-triton"},
     ),
     OpSpec(
         name="rms_norm",

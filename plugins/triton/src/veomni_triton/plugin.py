@@ -57,6 +57,17 @@ def veomni_kernels() -> list[KernelSpec]:
         *_kernels("swiglu_mlp", ("standard", "gelu", "gelu_tanh"), "one pass each way; saves only its inputs"),
         KernelSpec(
             name="triton",
+            op_name="linear",
+            variant="standard",
+            factory="veomni_triton.linear:standard",
+            hardware=_MATRIX_UNITS,
+            suspicions=_NEVER_RUN,
+            description="tiles of one size that sum along the whole width; torch's products in backward",
+            preference=_PREFERENCE,
+            batch_invariant=True,
+        ),
+        KernelSpec(
+            name="triton",
             op_name="chunk_gated_delta_rule",
             variant="standard",
             factory="veomni_triton.chunk_gated_delta_rule:standard",
