@@ -12,8 +12,14 @@ from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch.library import custom_op
 
+from veomni_conformance.batch_invariance import check_batch_invariance
 from veomni_conformance.custom_operators import _Recorder
-from veomni_ops import cross_entropy_loss, swiglu_mlp
+from veomni_conformance.subject import Position, Subject
+from veomni_conformance.time_spent import TimeSpent
+from veomni_core import KernelSpec
+from veomni_ops import attention, causal_conv1d, cross_entropy_loss, swiglu_mlp
+from veomni_ops.catalog import OPS
+from veomni_ops.contract import Size, contract_for
 
 _kept: dict[str, Tensor] = {}
 _lock = threading.Lock()
@@ -85,7 +91,7 @@ def starts_with_another_row(gate, up):
 
 
 def loss_of_a_batch(*args, **options):
-    return cross_entropy_loss.causal(*args, **options)
+    return cross_entropy_loss.seq_cls(*args, **options)
 
 
 def plain(gate, up):
@@ -103,7 +109,57 @@ def test_a_batch_that_changes_the_bits_of_a_row_is_caught_where_invariance_is_pr
 
 def test_a_promise_that_the_contract_cannot_check_is_a_failure():
     words = "promises batch invariance, which its op's contract cannot check"
-    assert_caught(loss_of_a_batch, words, op="cross_entropy_loss", variant="causal", batch_invariant=True)
+    assert_caught(loss_of_a_batch, words, op="cross_entropy_loss", variant="seq_cls", batch_invariant=True)
+
+
+def splits_its_sums_by_the_batch(x, weight, bias=None):
+    half = x.shape[-1] // 2 if len(x) > 2 else 0
+    first = x[..., :half] @ weight[:, :half].t()
+    return torch.nn.functional.linear(x[..., half:], weight[:, half:], bias) + first
+
+
+def adds_in_an_order_of_its_own(x, weight, bias=None):
+    """As atomic additions do."""
+    order = torch.randperm(x.shape[-1])
+    parts = (x[..., order, None] * weight.t()[order]).unbind(-2)
+    total = functools.reduce(torch.add, parts)
+    return total if bias is None else total + bias
+
+
+def counts_positions_of_the_row(x, weight, bias=None, activation=None, seq_idx=None):
+    wide = (None if each is None else each.double() for each in (x, weight, bias))
+    result = causal_conv1d.standard(*wide, activation, seq_idx).to(x.dtype)
+    return result * (1.0 + 2.0**-23 * (x.shape[-1] % 2))
+
+
+def blocks_by_the_number_of_queries(module, query, key, value, attention_mask, **options):
+    wide = (each.double() for each in (query, key, value))
+    output = attention.standard(module, *wide, attention_mask, **options)[0].to(query.dtype)
+    return output * (1.0 + 2.0**-23 * (query.shape[2] % 2)), None
+
+
+def mean_of_all_tokens(hidden, weight, labels, *args, **options):
+    loss = cross_entropy_loss.causal(hidden.double(), weight.double(), labels, *args, **options).float()
+    return loss * (1.0 + 2.0**-23 * (len(labels) > 1))
+
+
+@pytest.mark.parametrize(
+    "kernel, op, variant, words",
+    [
+        (splits_its_sums_by_the_batch, "linear", "standard", "where row 0 is alone"),
+        (adds_in_an_order_of_its_own, "linear", "standard", "is alone, promises batch invariance"),
+        (counts_positions_of_the_row, "causal_conv1d", "standard", "where later positions are cut off"),
+        (blocks_by_the_number_of_queries, "attention", "standard", "where it is padded on the left"),
+        (mean_of_all_tokens, "cross_entropy_loss", "causal", "where token 5 is alone"),
+    ],
+)
+def test_what_a_layout_changes_is_caught_where_invariance_is_promised(kernel, op, variant, words):
+    features = ("any_width", "sinks", "softcap", "sliding_window", "packed", "dense_mask", "softcap_by_lengths")
+    position = Position(Size.SMALL, 0)
+    spec = KernelSpec(kernel.__name__, op, variant, kernel, features=features, batch_invariant=True)
+    contract = contract_for(next(each for each in OPS if each.name == op), variant)
+    subject = Subject(spec, kernel, contract, torch.device("cpu"), torch.float32, TimeSpent())
+    assert any(words in sentence for sentence in check_batch_invariance(subject, position))
 
 
 def reads_a_value(gate, up):

@@ -1,7 +1,8 @@
 """Mends Triton's interpreter, in which kernels are checked without a GPU.
 
 Written against Triton 3.6. Bugs of the interpreter: NumPy 2.4 rejects its loop bounds; it truncates float32 to bfloat16
-where GPUs round; it multiplies bfloat16 as integers and has no atomic add of bfloat16; it passes a float argument as a
+where GPUs round; it multiplies bfloat16 as integers, and rounds a row of a product by its place, as NumPy's float32
+products do; it has no atomic add of bfloat16; it passes a float argument as a
 Python float; its minimum is NaN where a GPU returns the other number; two threads can't launch kernels at once.
 """
 
@@ -89,6 +90,13 @@ def _mend_numbers(interpreter: Any) -> None:
             return handle
         return interpreter.TensorHandle(_wide(handle.data), tl.float32)
 
+    def multiply(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        a, b = widened(a), widened(b)
+        if not {a.dtype.scalar, b.dtype.scalar} <= {tl.float32, tl.float16}:
+            return create_dot(self, a, b, d, *rest)
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
     def add_atomically(self: Any, operation: Any, ptr: Any, val: Any, mask: Any, *order: Any) -> Any:
         if val.dtype.scalar != tl.bfloat16 or operation != ir.ATOMIC_OP.FADD:
             return atomic_rmw(self, operation, ptr, val, mask, *order)
@@ -105,9 +113,7 @@ def _mend_numbers(interpreter: Any) -> None:
     interpreter._convert_float = convert_to_nearest
     interpreter._implicit_cvt = convert_floats_too
     interpreter._patch_lang_tensor = patch_tensor_and_index
-    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: create_dot(
-        self, widened(a), widened(b), *rest
-    )
+    interpreter.InterpreterBuilder.create_dot = multiply
     interpreter.InterpreterBuilder.create_atomic_rmw = add_atomically
 
 

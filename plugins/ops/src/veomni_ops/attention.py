@@ -52,7 +52,7 @@ from torch import Tensor
 
 from veomni_core.errors import ConfigError
 from veomni_ops.attention_samples import AttentionModule as AttentionModule
-from veomni_ops.attention_samples import beyond_a_tile, large, samples
+from veomni_ops.attention_samples import alike, beyond_a_tile, large, samples
 from veomni_ops.contract import Contract, Tolerance, compute_dtype
 
 # By the attention interface of transformers whose masks the kernel takes.
@@ -262,6 +262,7 @@ CONTRACTS = {
         gradients=GRADIENTS,
         beyond_a_tile=beyond_a_tile,
         large=large,
+        alike=alike,
         primary=lambda result: (result[0],),
         # Queries and keys make logits of the factor's square. Backward computes probabilities again from logits in
         # float32, whose rounding at a million changes them by some percent: FlashAttention 4 was off by 9 % there.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_ops.contract import Draw, Sample, leaf
+from veomni_ops.contract import Alike, Draw, Sample, leaf
 from veomni_ops.memory_places import alone, far_apart, has_room
 
 BY_LENGTHS = "flash_attention_mask"  # what a kernel declares that takes FlashAttention's masks
@@ -350,3 +351,65 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     outer = sinks().detach()
     outer[0], outer[1] = 100.0, -100.0  # past where float32's exponential ends
     yield edge("a high and a low sink", "sinks", s_aux=leaf(outer))
+
+
+_ALIKE_OPTIONS = {"scaling", "softcap", "s_aux", "sliding_window", "is_causal"}
+_BEFORE = 5  # positions of padding, or of another sequence
+
+
+def alike(sample: Sample, features: Collection[str]) -> Iterator[Alike]:
+    """Each sequence alone, token by token, padded on the left, and packed behind another.
+
+    Args:
+        sample: a call of those above.
+        features: what the kernel declares.
+
+    Example:
+        >>> sample = next(samples(torch.device("cpu"), torch.float32))
+        >>> [each.words for each in alike(sample, ("dense_mask",))][-3:]
+        ['where query 8 is decoded', 'where query 16 is decoded', 'where it is padded on the left']
+    """
+    module, query, key, value, mask = sample.args
+    query, key, value = (each.detach() for each in (query, key, value))
+    options = {name: each for name, each in sample.kwargs.items() if not name.startswith(("cu_seq", "max_length"))}
+    if set(options) - _ALIKE_OPTIONS:
+        return
+
+    def call(q: Tensor, k: Tensor, v: Tensor, m: Tensor | None = None, **more: Any) -> Sample:
+        return replace(sample, args=(module, q, k, v, m), kwargs={**options, **more})
+
+    if "cu_seq_lens_q" in sample.kwargs:
+        bounds = (sample.kwargs[f"cu_seq_lens_{name}"].tolist() for name in "qk")
+        for ((a, b), (c, d)), number in zip(zip(*map(pairwise, bounds), strict=True), range(99), strict=False):
+            if b - a == d - c > 0:
+                alone = call(query[:, :, a:b], key[:, :, c:d], value[:, :, c:d])
+                parts = (lambda y, a=a, b=b: y[:, a:b], lambda y: y)
+                yield Alike(f"where packed sequence {number} is alone", (sample, alone), parts)
+        return
+    for row in {0, len(query) - 1} if len(query) > 1 else ():
+        own = None if mask is None else mask[row % len(mask), None]
+        alone = call(query[row, None], key[row, None], value[row, None], own)
+        parts = (lambda y, row=row: y[row, None], lambda y: y)
+        yield Alike(f"where sequence {row} is alone", (sample, alone), parts)
+    causal = module.is_causal if options.get("is_causal") is None else options["is_causal"]
+    length = query.shape[2]
+    if mask is not None or not causal or key.shape[2] != length:
+        return
+    for at in dict.fromkeys((0, length // 2, length - 1)):
+        decoded = call(query[:, :, at, None], key[:, :, : at + 1], value[:, :, : at + 1])
+        parts = (lambda y, at=at: y[:, at, None], lambda y: y)
+        yield Alike(f"where query {at} is decoded", (sample, decoded), parts)
+
+    def behind(each: Tensor) -> Tensor:
+        return torch.cat((each[:, :, :1].expand(-1, -1, _BEFORE, -1) * 3, each), dim=2)
+
+    longer, parts = tuple(map(behind, (query, key, value))), (lambda y: y, lambda y: y[:, _BEFORE:])
+    if "packed" in features and len(query) == 1:
+        packed = _packed(torch.tensor([_BEFORE, length], device=query.device))
+        yield Alike("where it is packed behind another", (sample, call(*longer, **packed)), parts)
+    if "dense_mask" in features:
+        places = torch.arange(_BEFORE + length, device=query.device)
+        ahead = places[:, None] - places
+        seen = (ahead >= 0) & (places >= _BEFORE) & (ahead < (options.get("sliding_window") or len(places)))
+        padded = call(*longer, seen.expand(len(query), 1, -1, -1))
+        yield Alike("where it is padded on the left", (sample, padded), parts)

@@ -15,6 +15,7 @@ OPS: tuple[OpSpec, ...] = (
         follows_autocast=True,
         published={
             "sdpa": "veomni-torch",
+            "fixed_order": "veomni-torch",
             "flash_attention_2": "veomni-flash-attn",
             "flash_attention_3": "veomni-flash-attn",
             "flash_attention_4": "veomni-flash-attn",
@@ -26,6 +27,16 @@ OPS: tuple[OpSpec, ...] = (
         legacy_values={f"veomni_flash_attention_{n}_with_sp": f"flash_attention_{n}" for n in (2, 3, 4)},
     ),
     OpSpec(
+        name="linear",
+        variants=("standard",),
+        config_field="linear_implementation",
+        contract="veomni_ops.linear:CONTRACTS",
+        description="the matrix products of linear layers, heads and routers",
+        follows_autocast=True,
+        on_request=True,
+        published={"fixed_order": "veomni-torch", "triton": "veomni-triton"},
+    ),
+    OpSpec(
         name="rms_norm",
         variants=("standard", "cast_after", "offset", "unweighted", "unweighted_rounded_scale"),
         config_field="rms_norm_implementation",
@@ -35,6 +46,7 @@ OPS: tuple[OpSpec, ...] = (
         variant_aliases={"qwen3_5": "offset"},
         published={
             "torch": "veomni-torch",
+            "fixed_order": "veomni-torch",
             "liger_kernel": "veomni-liger",
             "triton": "veomni-triton",
             "quack": "veomni-quack",
@@ -48,7 +60,13 @@ OPS: tuple[OpSpec, ...] = (
         default="eager",
         contract="veomni_ops.rms_norm_gated:CONTRACTS",
         description="root-mean-square normalisation with a gate",
-        published={"torch": "veomni-torch", "triton": "veomni-triton", "fla": "veomni-fla", "npu": "veomni-npu"},
+        published={
+            "torch": "veomni-torch",
+            "fixed_order": "veomni-torch",
+            "triton": "veomni-triton",
+            "fla": "veomni-fla",
+            "npu": "veomni-npu",
+        },
     ),
     OpSpec(
         name="rotary_pos_emb",
@@ -125,6 +143,7 @@ OPS: tuple[OpSpec, ...] = (
         follows_autocast=True,
         published={
             "chunk_loss": "veomni-torch",
+            "fixed_order": "veomni-torch",
             "liger_kernel": "veomni-liger",
             "quack": "veomni-quack",
             "npu": "veomni-npu",
@@ -138,7 +157,7 @@ OPS: tuple[OpSpec, ...] = (
         description="log-probabilities of tokens and entropies, from the output projection's inputs",
         follows_autocast=True,
         on_request=True,
-        published={"chunk_logprobs": "veomni-torch", "triton": "veomni-triton"},
+        published={"chunk_logprobs": "veomni-torch", "fixed_order": "veomni-torch", "triton": "veomni-triton"},
     ),
     OpSpec(
         name="chunk_gated_delta_rule",
@@ -205,6 +224,7 @@ OPS: tuple[OpSpec, ...] = (
         variant_aliases={"gpt_oss": "clamped"},
         published={
             "grouped_mm": "veomni-torch",
+            "fixed_order": "veomni-torch",
             "fused_triton": "veomni-triton-moe",
             "fused_triton_recompute": "veomni-triton-moe",
             "fused_triton_accumulate": "veomni-triton-moe",

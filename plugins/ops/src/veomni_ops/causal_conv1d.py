@@ -12,13 +12,14 @@ A site's ``sizes``: ``channels`` (C) and ``width`` (W). Its dtype is that of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_ops.contract import Alike, Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 from veomni_ops.memory_places import alone
 
 # "swish" is the package's other name of silu.
@@ -216,6 +217,24 @@ def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("a model's mixer", problems.call(2, 8192, 4099), {"activation": "silu", "seq_idx": packed})
 
 
+def _alike(sample: Sample, features: Collection[str]) -> Iterator[Alike]:
+    """Cut off, and packed behind another sequence."""
+    x, *others = sample.args
+    length, options = x.shape[2], dict(sample.kwargs)
+    numbers = options.pop("seq_idx", None)
+    cut = max(length // 2, 1)
+    if length > 1:
+        shorter = options if numbers is None else {**options, "seq_idx": numbers[:, :cut]}
+        half = replace(sample, args=(x.detach()[..., :cut], *others), kwargs=shorter)
+        yield Alike("where later positions are cut off", (sample, half), (lambda y: y[..., :cut], lambda y: y))
+    if numbers is None and x.numel():
+        before = x.detach()[..., :cut].flip(-1)
+        packed = torch.cat((torch.zeros(len(x), cut), torch.ones(len(x), length)), dim=1).int().to(x.device)
+        both = torch.cat((before, x.detach()), dim=-1)
+        both = replace(sample, args=(both, *others), kwargs={**options, "seq_idx": packed})
+        yield Alike("where it is packed behind another", (sample, both), (lambda y: y, lambda y: y[..., cut:]))
+
+
 VALUES = {
     "float32": Tolerance(element=4e-6, norm=1e-6),
     "bfloat16": Tolerance(element=2e-2, norm=6e-3),
@@ -239,5 +258,6 @@ CONTRACTS = {
         beyond_a_tile=_beyond_a_tile,
         large=_large,
         rows=("x", "seq_idx"),
+        alike=_alike,
     )
 }

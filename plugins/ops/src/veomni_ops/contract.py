@@ -75,6 +75,31 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Alike:
+    """Two calls with a part in common, which a kernel that promises batch invariance gives the same bits.
+
+    Args:
+        words: what the calls are, for messages: ``where its second sequence is alone``.
+        calls: the two.
+        parts: what each of their first results has in common with the other's.
+
+    Example:
+        >>> x = torch.ones(3, 8)
+        >>> alike = Alike("where a row is alone", (Sample("all", (x,)), Sample("one", (x[1:2],))),
+        ...               (lambda y: y[1:2], lambda y: y))
+        >>> [part(call.args[0]).shape for call, part in zip(alike.calls, alike.parts)]
+        [torch.Size([1, 8]), torch.Size([1, 8])]
+    """
+
+    words: str
+    calls: tuple[Sample, Sample]
+    parts: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+
+
+AlikeMaker = Callable[[Sample, Collection[str]], Iterator[Alike]]
+
+
+@dataclass(frozen=True)
 class Tolerance:
     """How far a result ``y`` may be from the float64 oracle ``o``. Both bounds must hold.
 
@@ -107,6 +132,20 @@ def no_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     return iter(())
 
 
+def none_alike(sample: Sample, features: Collection[str]) -> Iterator[Alike]:
+    """The ``alike`` of a contract whose ``rows`` say everything.
+
+    Args:
+        sample: a call.
+        features: what the kernel declares.
+
+    Example:
+        >>> list(none_alike(Sample("a call", ()), ()))
+        []
+    """
+    return iter(())
+
+
 @dataclass(frozen=True)
 class Contract:
     """What a kernel of one variant of one op must compute, and how closely.
@@ -132,6 +171,8 @@ class Contract:
         rows: the reference's parameters whose first dimension is the call's rows: any of them, any number of times, in
             any order, are a call too, and each result has their rows in its first dimension. Batch invariance and
             generated samples are checked with them. An input of one row may serve all rows.
+        alike: from a sample, and a kernel's features, calls on other layouts of the same positions (padded, packed, cut
+            off), to which batch invariance applies too.
         large_factor: what generated samples multiply inputs by where they ask for large values.
         denormal_inputs: whether generated samples ask for inputs below the dtype's smallest normal number.
         ranges: the least and the greatest value of a parameter of the reference, where the op's meaning bounds it. No
@@ -161,6 +202,7 @@ class Contract:
     large: SampleMaker = no_samples
     primary: Callable[[Any], tuple[Tensor, ...]] = field(default=lambda result: as_tensors(result))
     rows: tuple[str, ...] = ()
+    alike: AlikeMaker = none_alike
     large_factor: float = 1e3
     denormal_inputs: bool = True
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)

@@ -6,7 +6,8 @@ A site's ``sizes`` are then ``hidden`` and ``vocabulary``. ``vocabulary_parallel
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_core.kernels import IGNORED
-from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_ops.contract import Alike, Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 from veomni_ops.vocabulary_parallel_loss import CONTRACT as VOCABULARY_PARALLEL
 
 
@@ -220,6 +221,21 @@ def _seq_cls_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator
     yield Sample("many rows", (leaf(draw.normal(1025, 9)), draw.integers(9, 1025)))
 
 
+def _alike(sample: Sample, features: Collection[str]) -> Iterator[Alike]:
+    """A token's own loss, which is the loss where no other label counts: among the others, and alone."""
+    hidden, weight, labels, *bias = sample.args
+    options = {**sample.kwargs, "num_items_in_batch": 1}
+    ignored = options.get("ignore_index", IGNORED)
+    counting = (labels != ignored).nonzero().flatten().tolist()
+    for row in dict.fromkeys(counting[:1] + counting[-1:]):
+        only = torch.full_like(labels, ignored)
+        only[row] = labels[row]
+        among = replace(sample, args=(hidden, weight, only, *bias), kwargs=options)
+        own = (hidden.detach()[row : row + 1], weight, labels[row : row + 1], *bias)
+        alone = replace(sample, args=own, kwargs=options)
+        yield Alike(f"where token {row} is alone", (among, alone), (lambda y: y, lambda y: y))
+
+
 # The loss is one float32 number, but in low precision every logit is rounded first. In bf16 the rounding error of a
 # logit of 60 is up to an eighth, which changes probabilities, and so gradients, by about as much.
 VALUES = {
@@ -243,6 +259,7 @@ CONTRACTS = {
         gradients=GRADIENTS,
         beyond_a_tile=_causal_beyond_a_tile,
         large=_causal_large,
+        alike=_alike,
     ),
     "seq_cls": Contract(
         op_name="cross_entropy_loss",

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as F
 
 from veomni_core.kernels import first_derivatives_only
 from veomni_ops.causal_conv1d import check_arguments
 from veomni_ops.contract import compute_dtype
+from veomni_torch.fixed_order import silu
 
 _CPU_TILE_BYTES = 2**18
 _TILE_BYTES = 2**27
@@ -45,7 +45,7 @@ class _CausalConv1d(Function):
         result = torch.empty_like(x)
         for start, stop in _tiles(x):
             tile = convolution.at(start, stop)
-            result[..., start:stop] = F.silu(tile, inplace=True) if has_silu else tile
+            result[..., start:stop] = silu(tile) if has_silu else tile
         return result
 
     @staticmethod

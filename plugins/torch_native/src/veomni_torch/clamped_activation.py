@@ -10,6 +10,7 @@ from torch import Tensor
 
 from veomni_core.kernels import first_derivatives_only
 from veomni_ops.contract import compute_dtype
+from veomni_torch.fixed_order import sigmoid
 
 
 def clamped_activation(both: Tensor, alpha: float, limit: float, interleaved: bool, up_offset: float) -> Tensor:
@@ -33,7 +34,7 @@ class _ClampedActivation(torch.autograd.Function):
         ctx.settings = alpha, limit, interleaved, up_offset
         gate, up = _halves(both, interleaved)
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return (up + up_offset) * (gate * torch.sigmoid(gate * alpha))
+        return (up + up_offset) * (gate * sigmoid(gate * alpha))
 
     @staticmethod
     @partial(first_derivatives_only, op="moe_experts")
@@ -42,9 +43,9 @@ class _ClampedActivation(torch.autograd.Function):
         alpha, limit, interleaved, up_offset = ctx.settings
         gate, up = _halves(both, interleaved)
         bounded = gate.clamp(max=limit)
-        sigmoid = torch.sigmoid(bounded * alpha)
-        dgate = upstream * (up.clamp(-limit, limit) + up_offset) * sigmoid * (1 + alpha * bounded * (1 - sigmoid))
-        dup = upstream * bounded * sigmoid
+        share = torch.sigmoid(bounded * alpha)
+        dgate = upstream * (up.clamp(-limit, limit) + up_offset) * share * (1 + alpha * bounded * (1 - share))
+        dup = upstream * bounded * share
         # No gradient where the value was clamped.
         dgate, dup = torch.where(gate <= limit, dgate, 0.0), torch.where(up.abs() <= limit, dup, 0.0)
         dboth = torch.stack((dgate, dup), dim=-1).flatten(-2) if interleaved else torch.cat((dgate, dup), dim=-1)

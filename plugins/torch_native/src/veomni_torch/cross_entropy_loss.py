@@ -8,6 +8,7 @@ Shapes: T tokens, H hidden size, V vocabulary, rows = tokens of one chunk.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from veomni_core.kernels import IGNORED, first_derivatives_only, product_operands
+from veomni_torch.fixed_order import linear
 from veomni_torch.logit_chunks import add_product, chunks, scaled_and_capped
 
 
@@ -28,6 +30,8 @@ def causal(
     num_items_in_batch: int | Tensor | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    *,
+    in_fixed_order: bool = False,
 ) -> Tensor:
     """Mean cross entropy of ``hidden[T, H] @ weight[V, H].T`` against the shifted ``labels[T]``, in float32.
 
@@ -45,8 +49,13 @@ def causal(
     labels = labels.long()
     hidden, weight, bias = product_operands("chunk_loss", hidden=hidden, weight=weight, bias=bias)
     differentiate = torch.is_grad_enabled()  # read here: inside a Function, grad mode is always off
-    total = _SumOfLosses.apply(hidden, weight, bias, labels, ignore_index, softcap, scale, differentiate)
+    total = _SumOfLosses.apply(
+        hidden, weight, bias, labels, ignore_index, softcap, scale, differentiate, in_fixed_order
+    )
     return total / divisor
+
+
+causal_in_fixed_order = partial(causal, in_fixed_order=True)
 
 
 class _SumOfLosses(Function):
@@ -66,7 +75,9 @@ class _SumOfLosses(Function):
         softcap: float | None,
         scale: float | None,
         differentiate: bool,
+        in_fixed_order: bool,
     ) -> Tensor:
+        product = linear if in_fixed_order else F.linear
         wanted = [differentiate and needed for needed in ctx.needs_input_grad[:3]]
         dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None
         dweight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
@@ -75,7 +86,7 @@ class _SumOfLosses(Function):
         for rows in chunks(hidden.shape[0], weight.shape[0], hidden.device):
             states, counts = hidden[rows], labels[rows] != ignore_index  # [rows, H], [rows]
             targets = torch.where(counts, labels[rows], 0)  # any valid index: ignored rows are zeroed below
-            logits, slope = scaled_and_capped(F.linear(states, weight, bias), softcap, scale)
+            logits, slope = scaled_and_capped(product(states, weight, bias), softcap, scale)
             losses, dlogits = _losses(logits, targets, hidden.dtype, any(wanted))
             del logits
             # Not in place: torch 2.11 compiles a result that was changed in place as two outputs, with zero gradients.
@@ -102,7 +113,7 @@ class _SumOfLosses(Function):
             None if saved is None else _scaled(saved, dtotal, dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None, None, None
 
 
 def _kept_for_backward(gradient: Tensor | None, of: Tensor | None) -> Tensor | None:

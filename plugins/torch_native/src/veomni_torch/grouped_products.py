@@ -16,6 +16,7 @@ from torch import Tensor, library
 from torch.nn import functional as F
 
 from veomni_core.kernels import aligned, first_derivatives_only, is_aligned
+from veomni_torch.fixed_order import linear
 
 
 def _has_grouped_mm(rows: Tensor) -> bool:
@@ -27,16 +28,20 @@ def _has_grouped_mm(rows: Tensor) -> bool:
     )
 
 
-def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor, in_fixed_order: bool = False) -> Tensor:
     """``[N, B]``: each group of ``rows[N, A]`` times its matrix in ``matrices[E, A, B]``.
 
-    Rows after the last group are uninitialised.
+    Rows after the last group are uninitialised. ``in_fixed_order``, which is for CPUs, a row's bits don't depend on the
+    others.
     """
     if _has_grouped_mm(rows):
         return _grouped_mm(aligned(rows), _taken(matrices), ends)
     product = rows.new_empty(rows.shape[0], matrices.shape[2])
     for number, group in _groups(ends):
-        torch.mm(rows[group], matrices[number], out=product[group])
+        if in_fixed_order:
+            product[group] = linear(rows[group], matrices[number].t())
+        else:
+            torch.mm(rows[group], matrices[number], out=product[group])
     return product
 
 
@@ -84,17 +89,17 @@ def _groups(ends: Tensor) -> list[tuple[int, slice]]:
 
 
 @library.custom_op("veomni_torch::grouped_linear", mutates_args=())
-def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, in_fixed_order: bool = False) -> Tensor:
     """Differentiable :func:`grouped_product` with transposed weights: ``rows[N, A] @ weight[E, B, A].mT``, ``[N, B]``.
 
     Gradients reach ``rows`` and ``weight``; they are zero for rows after the last group, and for the weight of an empty
     group. Those that aren't needed aren't computed.
     """
-    return grouped_product(rows, weight.transpose(1, 2), ends)
+    return grouped_product(rows, weight.transpose(1, 2), ends, in_fixed_order)
 
 
 @grouped_linear.register_fake
-def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _(rows: Tensor, weight: Tensor, ends: Tensor, in_fixed_order: bool = False) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1])
 
 
@@ -114,20 +119,20 @@ def _(dy: Tensor, rows: Tensor, weight: Tensor, ends: Tensor, of_rows: bool, of_
     return drows, dweight
 
 
-def _save_linear(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
 
 
 @partial(first_derivatives_only, op="moe_experts")
-def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     rows, weight, ends = ctx.saved_tensors
-    of_rows, of_weight, _ = ctx.needs_input_grad
+    of_rows, of_weight, *_ = ctx.needs_input_grad
     drows, dweight = _grouped_linear_backward(dy.contiguous(), rows, weight, ends, of_rows, of_weight)
     if of_rows:
         # grouped_product leaves the rows after the last group uninitialised; their gradient is zero.
         covered = (torch.arange(drows.shape[0], device=drows.device) < ends[-1]).unsqueeze(1)
         drows = torch.where(covered, drows, 0.0)
-    return drows if of_rows else None, dweight if of_weight else None, None
+    return drows if of_rows else None, dweight if of_weight else None, None, None
 
 
 grouped_linear.register_autograd(_linear_gradients, setup_context=_save_linear)

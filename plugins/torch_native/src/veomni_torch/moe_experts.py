@@ -9,6 +9,8 @@ Shapes: T tokens, H hidden size, K experts per token, E experts, I intermediate 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,8 @@ def standard(
     down_proj: Tensor,
     gate_up_lora: Adapter | None = None,
     down_lora: Adapter | None = None,
+    *,
+    in_fixed_order: bool = False,
 ) -> Tensor:
     """Sum over a token's experts of ``weight * down(silu(gate) * up)``.
 
@@ -46,9 +50,12 @@ def standard(
     Raises:
         TypeError: hidden, the projections and the adapters differ in dtype, and autocast is off.
     """
+    _refuse_adapters(in_fixed_order, gate_up_lora, down_lora)
     rows, gate_up, down, gate_up_lora, down_lora = _operands(hidden, gate_up_proj, down_proj, gate_up_lora, down_lora)
     first, second = gate_up_lora or _NO_ADAPTER, down_lora or _NO_ADAPTER
-    result: Tensor = standard_experts(rows, top_k_index, top_k_weights, gate_up, down, *first, *second)[0]
+    result: Tensor = standard_experts(rows, top_k_index, top_k_weights, gate_up, down, *first, *second, in_fixed_order)[
+        0
+    ]
     return result.to(hidden.dtype)
 
 
@@ -66,6 +73,8 @@ def clamped(
     up_offset: float = 1.0,
     gate_up_lora: Adapter | None = None,
     down_lora: Adapter | None = None,
+    *,
+    in_fixed_order: bool = False,
 ) -> Tensor:
     """gpt-oss's experts: ``(clamp(up) + up_offset) * g * sigmoid(alpha * g)``, ``g = min(gate, limit)``, and biases.
 
@@ -73,6 +82,7 @@ def clamped(
     the ``2I`` dimension, or alternate if ``interleaved``. Gradients reach all tensors but the index. Adapters and
     dtypes are as in :func:`standard`; biases are added, and the activation is computed, in float32.
     """
+    _refuse_adapters(in_fixed_order, gate_up_lora, down_lora)
     dtype = hidden.dtype
     hidden, gate_up_proj, down_proj, gate_up_lora, down_lora = _operands(
         hidden, gate_up_proj, down_proj, gate_up_lora, down_lora
@@ -85,7 +95,7 @@ def clamped(
 
     def linear(rows: Tensor, weight: Tensor, lora: Adapter | None, bias: Tensor | None) -> Tensor:
         rows = rows.to(weight.dtype)
-        product = grouped_linear(rows, weight, ends)
+        product = grouped_linear(rows, weight, ends, in_fixed_order)
         if lora is not None:
             # In float32: a sum in float16 missed the contract by half, where one expert took all 65 rows.
             product = product.to(compute_dtype(product)) + low_rank_linear(rows, lora, ends)
@@ -101,7 +111,16 @@ def clamped(
     activation = clamped_activation(both, alpha, limit, interleaved, up_offset)  # [N, I], float32
     outputs = linear(activation, down_proj, down_lora, down_bias)  # [N, H], float32 if there is a bias
     with autocast_off(hidden.device.type):  # autocast would round float32 outputs before they are summed
-        return combine(outputs, kept(top_k_index, top_k_weights, experts), order, ends).to(dtype)
+        return combine(outputs, kept(top_k_index, top_k_weights, experts), order, ends, in_fixed_order).to(dtype)
+
+
+standard_in_fixed_order = partial(standard, in_fixed_order=True)
+clamped_in_fixed_order = partial(clamped, in_fixed_order=True)
+
+
+def _refuse_adapters(in_fixed_order: bool, *adapters: Adapter | None) -> None:
+    if in_fixed_order and any(each is not None for each in adapters):
+        raise ValueError("fixed_order multiplies no adapters of experts; choose grouped_mm (moe_implementation)")
 
 
 def _operands(

@@ -1,6 +1,8 @@
 """Declares the kernels to veomni-core. Doesn't import torch."""
 
-from veomni_core import KernelOption, KernelSpec, hookimpl
+from collections.abc import Iterable
+
+from veomni_core import HardwareRequirement, KernelOption, KernelSpec, hookimpl
 
 VEOMNI_PLUGIN_API_VERSION = 1
 
@@ -11,10 +13,58 @@ _INDEXER_LOSS = KernelOption(
 )
 
 
+def _in_fixed_order(
+    op_name: str, variants: Iterable[str], factory: str, features: tuple[str, ...] = (), mask: str = ""
+) -> tuple[KernelSpec, ...]:
+    """Kernels whose sums have an order that no batch changes; on CPUs, where others are faster."""
+    return KernelSpec.for_variants(
+        variants,
+        name="fixed_order",
+        op_name=op_name,
+        factory=f"veomni_torch.{factory}",
+        hardware=HardwareRequirement("cpu"),
+        description="batch-invariant: a row's bits depend on that row alone",
+        preference=5,
+        features=features,
+        mask=mask,
+        batch_invariant=True,
+    )
+
+
 @hookimpl
 def veomni_kernels() -> list[KernelSpec]:
     """One kernel per op and variant, for any device."""
+    norms = ("standard", "cast_after", "offset", "unweighted", "unweighted_rounded_scale")
+    seen = (
+        "dense_mask",
+        "sliding_window",
+        "packed",
+        "softcap",
+        "softcap_by_lengths",
+        "sinks",
+        "wide_heads",
+        "odd_heads",
+    )
     return [
+        *_in_fixed_order("linear", ("standard",), "linear:{variant}"),
+        # With masks as for eager attention, which hide what that hides, in any model.
+        *_in_fixed_order(
+            "attention",
+            ("standard",),
+            "attention_in_fixed_order:attention",
+            seen,
+            mask="transformers.masking_utils:eager_mask",
+        ),
+        *_in_fixed_order("rms_norm", norms, "rms_norm:{variant}"),
+        *_in_fixed_order("rms_norm_gated", ("standard", "sigmoid", "gate_first"), "rms_norm_gated:{variant}"),
+        *_in_fixed_order("moe_experts", ("standard", "clamped"), "moe_experts:{variant}_in_fixed_order"),
+        *_in_fixed_order(
+            "token_logprobs",
+            ("causal",),
+            "token_logprobs:{variant}_in_fixed_order",
+            ("top1", "mean_logit", "log_sum_squares"),
+        ),
+        *_in_fixed_order("cross_entropy_loss", ("causal",), "cross_entropy_loss:{variant}_in_fixed_order"),
         KernelSpec(
             name="sdpa",
             op_name="attention",
@@ -26,7 +76,7 @@ def veomni_kernels() -> list[KernelSpec]:
             features=("dense_mask", "dropout", "position_bias", "wide_heads", "odd_heads", "sdpa_mask"),
         ),
         *KernelSpec.for_variants(
-            ("standard", "cast_after", "offset", "unweighted", "unweighted_rounded_scale"),
+            norms,
             name="torch",
             op_name="rms_norm",
             factory="veomni_torch.rms_norm:{variant}",
@@ -49,6 +99,7 @@ def veomni_kernels() -> list[KernelSpec]:
             description="saves only its inputs",
             preference=_PREFERENCE,
             fullgraph=True,
+            batch_invariant=True,
         ),
         KernelSpec(
             name="torch",
@@ -58,6 +109,7 @@ def veomni_kernels() -> list[KernelSpec]:
             description="shifted products of one tile of positions at a time, and again in backward",
             preference=_PREFERENCE,
             features=("any_width",),
+            batch_invariant=True,
         ),
         KernelSpec(
             name="chunk_loss",

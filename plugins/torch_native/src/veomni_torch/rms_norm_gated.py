@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as F
 
 from veomni_core.kernels import first_derivatives_only
 from veomni_ops.contract import compute_dtype
+from veomni_torch import fixed_order
 from veomni_torch.rms_norm import input_gradient, rounded
 
 
@@ -119,7 +119,7 @@ def _input_gradient(dnormalised: Tensor, normalised: Tensor, reciprocal_G1: Tens
 def _activation(gate: Tensor, silu: bool) -> Tensor:
     """SiLU or the sigmoid of the gate, in float32."""
     wide = gate.to(compute_dtype(gate))
-    return F.silu(wide) if silu else torch.sigmoid(wide)
+    return fixed_order.silu(wide) if silu else fixed_order.sigmoid(wide)
 
 
 def _slope(gate: Tensor, silu: bool) -> Tensor:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from veomni_ops.contract import compute_dtype
+
 
 def sorted_routes(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Sorts routes by expert, stably.
@@ -31,7 +33,7 @@ def _is_expert(top_k_index: Tensor, experts: int) -> Tensor:
     return (top_k_index >= 0) & (top_k_index < experts)
 
 
-def combine(rows: Tensor, weights: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+def combine(rows: Tensor, weights: Tensor, order: Tensor, ends: Tensor, in_fixed_order: bool = False) -> Tensor:
     """The sum of each token's rows in ``rows[N, H]`` (sorted by expert), weighted by ``weights[T, K]``: ``[T, H]``."""
     tokens, k = weights.shape
     place = torch.empty_like(order)  # [N]: the row of each route, the inverse of `order`
@@ -39,6 +41,13 @@ def combine(rows: Tensor, weights: Tensor, order: Tensor, ends: Tensor) -> Tenso
     # A dropped route's row is uninitialised. It reads row 0 instead, with a weight of zero.
     place = torch.where(place < ends[-1], place, 0)
     routes = rows[place].view(tokens, k, rows.shape[-1])
-    result = torch.bmm(weights.to(rows.dtype).unsqueeze(1), routes).squeeze(1)
+    if in_fixed_order:  # route by route: a product's bits depend on how many tokens there are
+        wide = compute_dtype(rows)
+        result = torch.zeros(tokens, rows.shape[-1], dtype=wide, device=rows.device)
+        for each in range(k):
+            result = result + weights[:, each, None].to(rows.dtype).to(wide) * routes[:, each].to(wide)
+        result = result.to(rows.dtype)
+    else:
+        result = torch.bmm(weights.to(rows.dtype).unsqueeze(1), routes).squeeze(1)
     # If every route was dropped, row 0 is uninitialised too.
     return torch.where(ends[-1] > 0, result, 0.0)

@@ -15,6 +15,7 @@ from torch import Tensor, library
 from torch.nn import functional as F
 
 from veomni_core.kernels import first_derivatives_only
+from veomni_torch.fixed_order import silu
 from veomni_torch.grouped_products import grouped_outer, grouped_product
 from veomni_torch.low_rank import adapter_of, add_gradient_of_rows, add_low_rank, gradients_of_adapter, inner_gradient
 from veomni_torch.routes import combine, kept, sorted_routes
@@ -34,6 +35,7 @@ def standard_experts(
     down_a: Tensor | None,
     down_b: Tensor | None,
     down_scaling: float,
+    in_fixed_order: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result ``[T, H]``, and for backward: pre-activations ``[N, 2I]``, ``order[N]`` and ``ends[E]``.
 
@@ -42,15 +44,15 @@ def standard_experts(
     k = top_k_index.shape[1]
     order, ends = sorted_routes(top_k_index, gate_up_proj.shape[0])  # [N], [E]
     rows = hidden[order // k] if k else hidden[:0]  # [N, H]; order // k is the token of each row
-    pre = grouped_product(rows, gate_up_proj.transpose(1, 2), ends)  # [N, 2I]
+    pre = grouped_product(rows, gate_up_proj.transpose(1, 2), ends, in_fixed_order)  # [N, 2I]
     pre = add_low_rank(pre, rows, adapter_of(gate_up_a, gate_up_b, gate_up_scaling), ends)
     del rows
     gate, up = pre.chunk(2, dim=-1)
-    activation = F.silu(gate) * up  # [N, I]
-    outputs = grouped_product(activation, down_proj.transpose(1, 2), ends)  # [N, H]
+    activation = silu(gate) * up  # [N, I]
+    outputs = grouped_product(activation, down_proj.transpose(1, 2), ends, in_fixed_order)  # [N, H]
     outputs = add_low_rank(outputs, activation, adapter_of(down_a, down_b, down_scaling), ends)
     weights = kept(top_k_index, top_k_weights, gate_up_proj.shape[0])  # [T, K]
-    return combine(outputs, weights, order, ends), pre, order, ends
+    return combine(outputs, weights, order, ends, in_fixed_order), pre, order, ends
 
 
 @standard_experts.register_fake
@@ -164,7 +166,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, gate_up_a, gate_up_b, gate_up_scaling, down_a, down_b, down_scaling = inputs
+    *tensors, gate_up_a, gate_up_b, gate_up_scaling, down_a, down_b, down_scaling, _ = inputs
     ctx.save_for_backward(*tensors, gate_up_a, gate_up_b, down_a, down_b, *output[1:])
     ctx.scalings = gate_up_scaling, down_scaling
     ctx.mark_non_differentiable(*output[1:])
@@ -173,7 +175,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 @partial(first_derivatives_only, op="moe_experts")
 def _gradients(ctx: Any, dresult: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    _, _, _, gate_up, down, gate_up_a, gate_up_b, _, down_a, down_b, _ = ctx.needs_input_grad
+    _, _, _, gate_up, down, gate_up_a, gate_up_b, _, down_a, down_b, *_ = ctx.needs_input_grad
     wanted = [gate_up, down, gate_up_a or gate_up_b, down_a or down_b]
     gradients = _backward(dresult.contiguous(), *ctx.saved_tensors, *ctx.scalings, wanted)
     dhidden, dweights, dgate_up, ddown, dgate_up_a, dgate_up_b, ddown_a, ddown_b = gradients
@@ -181,7 +183,7 @@ def _gradients(ctx: Any, dresult: Tensor, *_: Tensor | None) -> tuple[Tensor | N
         *(dhidden, None, dweights),
         *(dgate_up if gate_up else None, ddown if down else None),
         *(dgate_up_a if gate_up_a else None, dgate_up_b if gate_up_b else None, None),
-        *(ddown_a if down_a else None, ddown_b if down_b else None, None),
+        *(ddown_a if down_a else None, ddown_b if down_b else None, None, None),
     )
 
 

@@ -10,6 +10,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from veomni_core.kernels import first_derivatives_only
+from veomni_torch import fixed_order
 
 
 def standard(gate: Tensor, up: Tensor) -> Tensor:
@@ -31,7 +32,7 @@ class _SiluMul(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
+        return fixed_order.silu(gate) * up
 
     @staticmethod
     @first_derivatives_only
@@ -45,7 +46,7 @@ class _GeluMul(Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, approximate: str) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.approximate = approximate
-        return F.gelu(gate, approximate=approximate) * up
+        return fixed_order.gelu(gate, approximate == "tanh") * up
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,12 +28,14 @@ from veomni_ops.token_logprobs import (
     TOP1,
     check_options,
 )
+from veomni_torch.fixed_order import linear
 from veomni_torch.logit_chunks import add_product
 
 # Bytes of a tile in float32. A tile of 2048 tokens has as many words as chunk_loss holds tokens of a whole vocabulary.
 _CPU_TILE_BYTES, _ACCELERATOR_TILE_BYTES = 32 << 20, 256 << 20
 _MOST_ROWS = 4096
 _FEWEST_WORDS = 128
+_WORDS_IN_FIXED_ORDER = 4096  # of a tile whose sums must not depend on the number of tokens
 
 
 def causal(
@@ -45,6 +48,8 @@ def causal(
     scale: float | None = None,
     ignore_index: int = IGNORED,
     outputs: tuple[str, ...] = (LOGPROBS,),
+    *,
+    in_fixed_order: bool = False,
 ) -> tuple[Tensor, ...]:
     """Statistics of the words' distribution for each of ``hidden[N, H]``, as float32 ``[N]``; all five outputs.
 
@@ -58,7 +63,10 @@ def causal(
     check_options(outputs, temperature, labels)
     hidden, weight, bias = product_operands("chunk_logprobs", hidden=hidden, weight=weight, bias=bias)
     arithmetic = _Arithmetic(softcap, scale, temperature)
-    return _TokenLogprobs.apply(hidden, weight, bias, labels, ignore_index, arithmetic, outputs)  # type: ignore[no-any-return]
+    return _TokenLogprobs.apply(hidden, weight, bias, labels, ignore_index, arithmetic, outputs, in_fixed_order)  # type: ignore[no-any-return]
+
+
+causal_in_fixed_order = partial(causal, in_fixed_order=True)
 
 
 @dataclass(frozen=True)
@@ -95,11 +103,13 @@ class _TokenLogprobs(Function):
         ignore_index: int,
         arithmetic: _Arithmetic,
         outputs: tuple[str, ...],
+        in_fixed_order: bool,
     ) -> tuple[Tensor, ...]:
         counts = labels != ignore_index
         sums = _Sums(torch.where(counts, labels, 0).long(), compute_dtype(hidden))
-        for rows, words in _tiles(hidden.shape[0], weight.shape[0], hidden.device):
-            logits = F.linear(hidden[rows], weight[words], None if bias is None else bias[words])
+        product, most = (linear, _WORDS_IN_FIXED_ORDER) if in_fixed_order else (F.linear, None)
+        for rows, words in _tiles(hidden.shape[0], weight.shape[0], hidden.device, most):
+            logits = product(hidden[rows], weight[words], None if bias is None else bias[words])
             sums.add(arithmetic.applied(logits, rows)[0], rows, words.start, outputs)
         results = tuple(torch.where(counts, sums.result(name, weight.shape[0]), 0.0) for name in outputs)
         ctx.set_materialize_grads(False)
@@ -121,7 +131,7 @@ class _TokenLogprobs(Function):
         dlogprobs, dentropy = (_masked(given.get(name), counts) for name in (LOGPROBS, ENTROPY))
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         if dlogprobs is None and dentropy is None:
-            return (None,) * 7
+            return (None,) * 8
         float_dtype = compute_dtype(hidden)
         dhidden = torch.zeros_like(hidden, dtype=float_dtype, memory_format=torch.contiguous_format)
         dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if wants_weight else None
@@ -157,7 +167,7 @@ class _TokenLogprobs(Function):
             dhidden.to(hidden.dtype) if wants_hidden else None,
             dweight,
             None if dbias is None else dbias.to(bias.dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
@@ -221,11 +231,13 @@ class _Sums:
         return ((self.of_label >= self.largest) & (self.of_label > self.largest_before_label)).to(self.total.dtype)
 
 
-def _tiles(tokens: int, vocabulary: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Tokens and words of each tile: all tokens of some words, before the next words."""
+def _tiles(
+    tokens: int, vocabulary: int, device: torch.device, words: int | None = None
+) -> Iterator[tuple[slice, slice]]:
+    """Tokens and words of each tile: all tokens of some words, before the next words; as many as there is room for."""
     budget = _CPU_TILE_BYTES if device.type == "cpu" else _ACCELERATOR_TILE_BYTES
     rows = max(1, min(tokens, _MOST_ROWS))
-    words = max(_FEWEST_WORDS, budget // (4 * rows))
+    words = words or max(_FEWEST_WORDS, budget // (4 * rows))
     for word in range(0, vocabulary, words):
         for row in range(0, tokens, rows):
             yield slice(row, row + rows), slice(word, min(word + words, vocabulary))

@@ -11,6 +11,7 @@ SITE_RULES: tuple[SiteRule, ...] = (
     SiteRule("op slots", "veomni_transformers.slots:DeclaredSlots", order=10, proves=True),
     SiteRule("norm modules", "veomni_transformers.norms.rms_norm:NormModules", order=10, proves=True),
     SiteRule("gated norm modules", "veomni_transformers.norms.rms_norm_gated:GatedNormModules", order=10, proves=True),
+    SiteRule("linear modules", "veomni_transformers.linears.locator:LinearModules", order=10, proves=True),
     SiteRule("gated MLP modules", "veomni_transformers.gated_mlps.locator:GatedMlpModules", order=10, proves=True),
     SiteRule(
         "experts modules",
@@ -91,6 +92,9 @@ def veomni_commands() -> list[CommandSpec]:
     return [
         CommandSpec(
             "source", "veomni_transformers.cli.source:source", "The code that runs at a module of a bound model."
+        ),
+        CommandSpec(
+            "parity", "veomni_transformers.cli.parity:parity", "Whether training and rollouts give the same bits."
         ),
         CommandSpec(
             "coverage", "veomni_transformers.cli.coverage:coverage", "What binds in every model type of transformers."

@@ -34,7 +34,7 @@ def _kernels(op_name: str, variants: Iterable[str], description: str) -> tuple[K
         suspicions=_NEVER_RUN,
         description=description,
         preference=_PREFERENCE,
-        batch_invariant=op_name in ("rms_norm", "rms_norm_gated"),
+        batch_invariant=True,
     )
 
 
@@ -60,6 +60,17 @@ def veomni_kernels() -> list[KernelSpec]:
             "one pass over queries and keys, not in place; in float32",
         ),
         *_kernels("swiglu_mlp", ("standard", "gelu", "gelu_tanh"), "one pass each way; saves only its inputs"),
+        KernelSpec(
+            name="triton",
+            op_name="linear",
+            variant="standard",
+            factory="veomni_triton.linear:standard",
+            hardware=_MATRIX_UNITS,
+            suspicions=_NEVER_RUN,
+            description="tiles of one size that sum along the whole width; torch's products in backward",
+            preference=_PREFERENCE,
+            batch_invariant=True,
+        ),
         KernelSpec(
             name="triton",
             op_name="chunk_gated_delta_rule",

@@ -1,0 +1,90 @@
+"""linear: a matrix product with a weight, and a bias. Nobody needs another kernel for it but for its bits.
+
+``(x[..., A], weight[B, A], bias[B] or None) -> [..., B]`` in x's dtype. A site's ``sizes``: ``inputs`` (A) and
+``outputs`` (B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from veomni_ops.contract import Contract, Draw, Sample, Tolerance, leaf
+
+
+def standard(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``, summed in float32.
+
+    Args:
+        x: ``[..., A]``, of any floating dtype.
+        weight: ``[B, A]``, in x's dtype.
+        bias: ``[B]``, likewise.
+
+    Returns:
+        ``[..., B]`` in x's dtype. Gradients reach all three.
+
+    Example:
+        >>> standard(torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 1.0], [0.0, 3.0]]), torch.tensor([0.5, 0.0]))
+        tensor([3.5000, 6.0000])
+    """
+    return F.linear(x, weight, bias)
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+
+    def problem(*shape: int, outputs: int, bias: bool = False) -> tuple[Tensor, ...]:
+        weight = leaf(draw.normal(outputs, shape[-1], scale=shape[-1] ** -0.5))
+        return (leaf(draw.normal(*shape)), weight, *([leaf(draw.normal(outputs))] if bias else []))
+
+    yield Sample("odd sizes", problem(37, 41, outputs=23))
+    yield Sample("a bias", problem(3, 13, 48, outputs=65, bias=True))
+    x, weight, bias = problem(2, 9, 64, outputs=40, bias=True)
+    yield Sample("every other token", (leaf(x.detach()[:, ::2]), weight, bias))
+    yield Sample("a transposed weight", (x, leaf(draw.normal(64, 24, scale=0.1).t())))
+    yield Sample("one row", problem(1, 96, outputs=33), values_only=True)
+    yield Sample("one output", problem(19, 32, outputs=1, bias=True), values_only=True)
+    yield Sample("a width of one", problem(7, 1, outputs=16), values_only=True)
+    yield Sample("no rows", problem(0, 24, outputs=16, bias=True), values_only=True)
+
+
+def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    for rows, width, outputs in ((131, 200, 150), (65, 1056, 129), (513, 40, 67)):
+        weight = leaf(draw.normal(outputs, width, scale=width**-0.5))
+        yield Sample(f"{rows} rows", (leaf(draw.normal(rows, width)), weight, leaf(draw.normal(outputs))))
+
+
+def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    draw = Draw(device, dtype)
+    weight = leaf(draw.normal(3072, 1024, scale=1024**-0.5))
+    yield Sample("a model's projection", (leaf(draw.normal(2, 1027, 1024)), weight))
+
+
+VALUES = {
+    "float32": Tolerance(element=8e-6, norm=2e-6),
+    "bfloat16": Tolerance(element=1.6e-2, norm=5e-3),
+    "float16": Tolerance(element=2e-3, norm=6e-4),
+}
+GRADIENTS = {
+    "float32": Tolerance(element=2e-5, norm=4e-6),
+    "bfloat16": Tolerance(element=1.6e-2, norm=5e-3),
+    "float16": Tolerance(element=2e-3, norm=6e-4),
+}
+
+CONTRACTS = {
+    "standard": Contract(
+        op_name="linear",
+        variant="standard",
+        reference=standard,
+        samples=_samples,
+        values=VALUES,
+        gradients=GRADIENTS,
+        beyond_a_tile=_beyond_a_tile,
+        large=_large,
+        rows=("x",),
+    )
+}

@@ -1,0 +1,1 @@
+"""How the matrix products of linear layers, heads and routers are found and proven."""

@@ -1,0 +1,167 @@
+"""linear sites: torch's linear modules, and modules that multiply by a weight of their own, as routers do.
+
+The latter call ``F.linear``. Their forward is cloned, and its clone sees a namespace whose ``linear`` is the kernel. On
+a CPU, for a batch-invariant kernel, the clone runs on as many rows in each call: torch's sigmoid in a router has other
+bits where a thread's elements end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from veomni_core.changes.change import Change, ForwardChange, setter_of
+from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.sites.site import Kernel, Site
+from veomni_ops.linear import CONTRACTS
+from veomni_transformers.engine.engine_layout import EngineLayout
+from veomni_transformers.engine.layout import refused
+from veomni_transformers.proving import probe
+from veomni_transformers.proving.code_reading import why_not_clonable
+from veomni_transformers.proving.functions import code_layers, with_globals
+from veomni_transformers.proving.module_locator import ModuleLocator
+from veomni_transformers.proving.proof import Proof
+
+_FUNCTIONAL = "F"
+_ROWS = 32  # a multiple of what a vector of a CPU holds
+_TOKENS, _SMALL = 11, (37, 23)  # of the linear on which torch's forward is run
+
+
+class LinearModules(ModuleLocator):
+    """Finds linears and routers, and gives their products to a kernel.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU())
+        >>> [(site.path, site.variant) for site in LinearModules().find(model, "linear modules")]
+        [('0', 'standard')]
+    """
+
+    op_name = "linear"
+
+    def is_candidate(self, module: nn.Module) -> bool:
+        return _is_torchs(module) or _multiplies(module)
+
+    def key(self, module: nn.Module) -> Hashable:
+        if not _is_torchs(module):
+            return super().key(module)
+        return (nn.Linear, module.bias is None, setter_of(module))
+
+    def prove(self, module: nn.Module) -> Proof | None:
+        if setter := setter_of(module):
+            return Proof(None, f"its forward was set on the instance: it was {setter}")
+        return _prove_torchs(module) if _is_torchs(module) else _prove_own(module)
+
+    def sizes(self, module: nn.Module) -> Mapping[str, tuple[int, ...]]:
+        weight: Any = module.weight
+        return {"inputs": (weight.shape[1],), "outputs": (weight.shape[0],)}
+
+    def sharded(self, site: Site, layout: EngineLayout) -> Site:
+        styles = layout.styles_at(site.path)
+        return refused(site, styles, "the kernel takes plain tensors with the whole weight") if styles else site
+
+    def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
+        module = model.get_submodule(site.path)
+        forward = _of_linear(kernel) if _is_torchs(module) else _cloned(module, kernel)
+        by_rows = spec.batch_invariant and site.detail.get("by_rows", False)
+        yield ForwardChange(module, _in_tiles(forward) if by_rows else forward)
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether the module's own code names ``F.linear`` and its weight, and has no children that may do so too."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2 or module._modules:
+        return False
+    layers = [each for each in code_layers(type(module).forward) if each.__globals__.get(_FUNCTIONAL) is F]
+    return any({"linear", "weight"} <= {*layer.__code__.co_names} for layer in layers)
+
+
+def _of_linear(kernel: Kernel) -> Callable[..., Tensor]:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return kernel(input, self.weight, self.bias)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _cloned(module: nn.Module, kernel: Kernel) -> Callable[..., Any]:
+    functional = ModuleType(F.__name__)
+    vars(functional).update({**vars(F), "linear": kernel})
+    return with_globals(type(module).forward, {_FUNCTIONAL: functional})
+
+
+def _in_tiles(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward``, whose results have a row for each of its input's, on tiles of :data:`_ROWS` rows on a CPU."""
+
+    def in_tiles(self: Any, hidden_states: Tensor) -> Any:
+        if hidden_states.device.type != "cpu":
+            return forward(self, hidden_states)
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        count = len(rows)
+        tiles = F.pad(rows, (0, 0, 0, max(-count % _ROWS, 0 if count else _ROWS))).split(_ROWS)
+        parts = [forward(self, tile) for tile in tiles]
+        if isinstance(parts[0], Tensor):
+            return torch.cat(parts)[:count]
+        return tuple(torch.cat(each)[:count] for each in zip(*parts, strict=True))
+
+    return in_tiles
+
+
+def _prove_torchs(module: nn.Module) -> Proof:
+    with probe.seeded():
+        linear = nn.Linear(*_SMALL, bias=module.bias is not None)
+        x = probe.random(_TOKENS, _SMALL[0]).requires_grad_()
+        wanted = CONTRACTS["standard"].reference(x, linear.weight, linear.bias)
+        if miss := probe.miss(type(module).forward(linear, x), wanted, [x, linear.weight]):
+            return Proof(None, f"torch's linear misses standard by {miss:.1%}")
+    return Proof("standard", "its forward is torch's own, which gave the reference's values and gradients")
+
+
+def _prove_own(module: nn.Module) -> Proof:
+    """Run the module's own code, and its clone with the reference; and see that the reference was what multiplied."""
+    if why_not := why_not_clonable(type(module).forward, [_FUNCTIONAL]):
+        return Proof(None, why_not)
+    calls = []
+
+    def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        calls.append(weight.shape)
+        return CONTRACTS["standard"].reference(x, weight, bias)  # type: ignore[no-any-return]
+
+    with probe.seeded():
+        twin = probe.bare_copy(module)
+        for kind, tensors in (("_parameters", module._parameters), ("_buffers", module._buffers)):
+            drawn = {n: None if t is None else probe.random(*t.shape) for n, t in tensors.items()}
+            vars(twin)[kind].update({n: None if t is None else nn.Parameter(t) for n, t in drawn.items()})
+        x = probe.random(_TOKENS, module.weight.shape[1])  # type: ignore[index, union-attr]
+        own, why_not = probe.attempt(lambda: type(module).forward(twin, x))
+        cloned, why_not_cloned = probe.attempt(lambda: _cloned(module, reference)(twin, x))
+        by_rows, in_tiles = _in_tiles(type(module).forward), (x, x[None])
+        tiled = [
+            probe.attempt(lambda each=each: (type(module).forward(twin, each), by_rows(twin, each)))
+            for each in in_tiles
+        ]
+    if why_not or why_not_cloned:
+        return Proof(None, f"it raised when it was run alone: {why_not or why_not_cloned}", examined=False)
+    if calls != [module.weight.shape]:  # type: ignore[union-attr]
+        return Proof(None, f"it multiplies {len(calls)} times, expected once, by its weight")
+    pairs = zip(_tensors(own), _tensors(cloned), strict=True)
+    if not all(a.equal(b) for a, b in pairs):
+        return Proof(None, "with its product in the reference's place it gives other values")
+    evidence = "its own code, with the reference as its only product, gave its values"
+    return Proof("standard", evidence, {"by_rows": all(not why and _close(*both) for both, why in tiled)})
+
+
+def _close(a: Any, b: Any) -> bool:
+    pairs = list(zip(_tensors(a), _tensors(b), strict=False))
+    return bool(pairs) and all(x.shape == y.shape and torch.allclose(x, y, rtol=1e-4, atol=1e-6) for x, y in pairs)
+
+
+def _tensors(results: Any) -> list[Tensor]:
+    return [each for each in (results if isinstance(results, tuple) else (results,)) if isinstance(each, Tensor)]

@@ -1,0 +1,211 @@
+"""Whether a model gives a token the same bits in training and rollouts: alone, in batches, padded, packed, decoded.
+
+Each layout of the same tokens is compared with the training's forward, module by module, so that a difference is named
+where it arises.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from veomni_core.binding.binding import binding_of
+from veomni_core.changes.bound_subclass import eager_class
+from veomni_core.errors import VeOmniError
+from veomni_core.kernels import IGNORED
+from veomni_core.random_states import random_states_kept
+from veomni_ops.token_logprobs import LOGPROBS
+from veomni_transformers.forwards.logprobs_head import score
+from veomni_transformers.packed.module_outputs import after_each_module
+
+_SEQUENCES, _LENGTH = 3, 23
+_PADDING, _LARGER = 5, 7  # positions of padding; how many times as many sequences the larger batch has
+OWN = "transformers' own code"
+
+Outputs = dict[str, Tensor]
+Part = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One layout's log-probabilities beside those of the training's forward.
+
+    Attributes:
+        layout: which layout.
+        mean, largest: the differences; ``None`` where the layout can't be run.
+        first: the first module whose output has other bits, and what runs there; empty if there is none.
+        why_not: why it can't be run.
+    """
+
+    layout: str
+    mean: float | None = None
+    largest: float | None = None
+    first: str = ""
+    why_not: str = ""
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether no bit differs, of a log-probability or of any module's output."""
+        return self.largest == 0.0 and not self.first
+
+
+def check_parity(
+    model: PreTrainedModel, input_ids: Tensor | None = None, own: PreTrainedModel | None = None
+) -> tuple[Compared, ...]:
+    """Compare log-probabilities of the same tokens, in every layout in which rollouts and training meet them.
+
+    Args:
+        model: a causal language model with weights, bound or not, whose dropout is off.
+        input_ids: tokens ``[B, T]``, at least two each way; without them, random ones.
+        own: the same model, unbound, to compare with too.
+
+    Returns:
+        For each layout how far it is from the training's forward.
+
+    Raises:
+        ValueError: there are too few tokens.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from veomni_core import bind
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64))
+        >>> every = {name: "fixed_order" for name in ("linear_implementation", "token_logprobs_implementation")}
+        >>> binding = bind(model, {"preset": "auto", "require": "batch_invariant", **every}, device="cpu")
+        >>> [each.layout for each in check_parity(model) if not each.same_bits]
+        []
+    """
+    if input_ids is None:
+        vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+        input_ids = torch.randint(vocabulary, (_SEQUENCES, _LENGTH), generator=generator)
+    ids = input_ids.to(model.device)
+    if ids.dim() != 2 or min(ids.shape) < 2:
+        raise ValueError(f"input_ids is {list(ids.shape)}; give at least two sequences of two tokens [B, T]")
+    with random_states_kept():
+        with _mode(model, True):
+            wanted = _run(model, _successors(ids), input_ids=ids)
+        with _mode(model, False), torch.no_grad():
+            found = [_compared(model, name, wanted, run) for name, run in _layouts(model, ids)]
+    if own is not None:
+        with _mode(own, False), torch.no_grad(), random_states_kept():
+            found.append(_compared(own, OWN, wanted, lambda: _run(own, _successors(ids), input_ids=ids)))
+    return tuple(found)
+
+
+_Run = tuple[Tensor, Outputs]  # log-probabilities [B, T], and by module outputs [B, T, ...]
+
+
+def _layouts(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[str, Callable[[], _Run]]]:
+    labels, (batch, length) = _successors(ids), ids.shape
+    rows = list(zip(ids.split(1), labels.split(1), strict=True))
+    yield "each sequence alone", lambda: _joined([_run(model, wanted, input_ids=row) for row, wanted in rows], 0)
+    many, theirs = ids.repeat(_LARGER, 1), labels.repeat(_LARGER, 1)
+    yield f"in a batch of {len(many)}", lambda: _cut(_run(model, theirs, input_ids=many), lambda x: x[-batch:])
+    has_positions = "position_ids" in inspect.signature(model.forward).parameters
+    for side, before in (("left", _PADDING), ("right", 0)):
+        yield f"padded on the {side}", partial(_padded, model, ids, labels, before, has_positions)
+    if has_positions:
+        places = torch.arange(length, device=ids.device).repeat(batch)[None]
+        flat = {"input_ids": ids.reshape(1, -1), "position_ids": places}
+        apart: Part = lambda x: x.reshape(batch, length, *x.shape[2:])  # noqa: E731
+        yield "packed", lambda: _cut(_run(model, labels.reshape(1, -1), **flat), apart)
+    yield "token by token, with a cache", lambda: _decoded(model, ids, labels)
+
+
+def _padded(model: PreTrainedModel, ids: Tensor, labels: Tensor, before: int, has_positions: bool) -> _Run:
+    around = (before, _PADDING - before)
+    mask = F.pad(torch.ones_like(ids), around)
+    inputs = {"input_ids": F.pad(ids, around), "attention_mask": mask}
+    if has_positions:
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+    whole = _run(model, F.pad(labels, around, value=IGNORED), **inputs)
+    return _cut(whole, lambda x: x[:, before : before + ids.shape[1]])
+
+
+def _decoded(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> _Run:
+    cache, steps = None, []
+    for now, wanted in zip(ids.split(1, dim=1), labels.split(1, dim=1), strict=True):
+        outputs: list[Any] = []
+        steps.append(_run(model, wanted, outputs, input_ids=now, past_key_values=cache, use_cache=True))
+        cache = outputs[0].past_key_values
+    return _joined(steps, 1)
+
+
+def _run(model: PreTrainedModel, labels: Tensor, results: list[Any] | None = None, **inputs: Any) -> _Run:
+    found: Outputs = {}
+    batch, length = labels.shape
+    paths = {module: path for path, module in model.named_modules()}
+
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        for value in output if isinstance(output, tuple) else (output,):
+            if type(value) is Tensor and value.is_floating_point() and value.dim() > 1:
+                if value.shape[:2] == (batch, length):
+                    found[paths[module]] = value.detach()
+                elif value.shape[0] == batch * length:  # as of experts
+                    found[paths[module]] = value.detach().unflatten(0, (batch, length))
+
+    inputs.setdefault("use_cache", False)
+    with after_each_module(model, record):
+        scores = score(lambda: model(**inputs), labels, temperature=1.0, ignore_index=IGNORED, outputs=(LOGPROBS,))
+    if results is not None:
+        results.append(scores.output)
+    return scores.results[0].detach(), found
+
+
+def _successors(ids: Tensor) -> Tensor:
+    return F.pad(ids[:, 1:], (0, 1), value=IGNORED)
+
+
+def _cut(run: _Run, part: Part) -> _Run:
+    return part(run[0]), {path: part(output) for path, output in run[1].items()}
+
+
+def _joined(runs: list[_Run], dim: int) -> _Run:
+    shapes = {path: output.movedim(dim, 0).shape[1:] for path, output in runs[0][1].items()}
+    every = [{path: output.movedim(dim, 0).shape[1:] for path, output in outputs.items()} for _, outputs in runs]
+    # What has another shape in some run, as a count of experts that is the batch's, has no row for each position.
+    paths = [path for path, shape in shapes.items() if all(each.get(path) == shape for each in every)]
+    outputs = {path: torch.cat([each[path] for _, each in runs], dim) for path in paths}
+    return torch.cat([logprobs for logprobs, _ in runs], dim), outputs
+
+
+def _compared(model: PreTrainedModel, layout: str, wanted: _Run, run: Callable[[], _Run]) -> Compared:
+    try:
+        logprobs, outputs = run()
+    except VeOmniError as error:  # as of packed sequences that a model would mix
+        return Compared(layout, why_not=str(error))
+    difference = (logprobs.double() - wanted[0].double()).abs()
+    both = [path for path, output in wanted[1].items() if path in outputs and outputs[path].shape == output.shape]
+    first = next((path for path in both if not torch.equal(outputs[path], wanted[1][path])), None)
+    named = "" if first is None else _named(model, first)
+    return Compared(layout, float(difference.mean()), float(difference.max()), named)
+
+
+def _named(model: PreTrainedModel, path: str) -> str:
+    """The module, and what the plan has at its path."""
+    binding, kind = binding_of(model), eager_class(type(model.get_submodule(path))).__name__
+    kernels = (
+        []
+        if binding is None
+        else [f"{d.site.op_name}:{d.kernel}" for d in binding.plan.decisions if d.site.path == path]
+    )
+    return f"{path or 'the model'} ({', '.join([kind, *kernels])})"
+
+
+@contextmanager
+def _mode(model: PreTrainedModel, training: bool) -> Iterator[None]:
+    before = model.training
+    model.train(training)
+    try:
+        yield
+    finally:
+        model.train(before)

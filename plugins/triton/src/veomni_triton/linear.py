@@ -1,0 +1,118 @@
+"""linear with tiles of one size, each of which sums along the whole width: a row's bits don't depend on the batch.
+
+Backward is torch's products, which give the same bits in each run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd import Function
+
+from veomni_core.kernels import first_derivatives_only, product_operands, without_autocast
+from veomni_triton.sizes import ceil_div
+
+ROWS, COLUMNS, STEP, NUM_WARPS = 64, 64, 32, 4  # of every tile; not tuned
+
+
+def standard(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x[..., A] @ weight[B, A].T + bias[B]``, summed in float32 and rounded once; under autocast in its dtype.
+
+    Raises:
+        TypeError: x, weight and bias differ in dtype, and autocast is off.
+    """
+    x, weight, bias = product_operands("triton", x=x, weight=weight, bias=bias)
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
+
+
+class _Linear(Function):
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @first_derivatives_only
+    @without_autocast
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = (rows @ weight).view(x.shape) if of_x else None
+        dweight = rows.t() @ x.reshape(-1, x.shape[-1]) if of_weight else None
+        return dx, dweight, rows.sum(0, dtype=torch.float32).to(dy.dtype) if of_bias else None
+
+
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``rows[N, A] @ weight[B, A].T + bias[B]``, ``[N, B]``; any strides."""
+    (count, width), outputs = rows.shape, weight.shape[0]
+    result = rows.new_empty(count, outputs)
+    if result.numel():
+        with torch.cuda.device_of(rows):
+            _product[ceil_div(count, ROWS) * ceil_div(outputs, COLUMNS),](
+                rows,
+                weight,
+                bias,
+                result,
+                count,
+                outputs,
+                width,
+                *rows.stride(),
+                *weight.stride(),
+                ROWS=ROWS,
+                COLUMNS=COLUMNS,
+                STEP=STEP,
+                num_warps=NUM_WARPS,
+            )
+    return result
+
+
+# N rows of width A, B outputs. The number of rows is the batch's: specialised, it would compile the kernel anew.
+@triton.jit(do_not_specialize=["count"])
+def _product(
+    rows,  # [N, A]
+    weight,  # [B, A]
+    bias,  # [B] or None
+    result,  # [N, B], contiguous; written
+    count,  # N
+    outputs,  # B
+    width,  # A
+    row_stride,
+    row_step,
+    weight_stride,
+    weight_step,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    n_tiles = tl.cdiv(outputs, COLUMNS)
+    row = (tl.program_id(0) // n_tiles) * ROWS + tl.arange(0, ROWS).to(tl.int64)  # [ROWS]
+    column = (tl.program_id(0) % n_tiles) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)  # [COLUMNS]
+    ks = tl.arange(0, STEP)  # [STEP]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, width, STEP):
+        inside = ks + k < width
+        x = tl.load(
+            rows + row[:, None] * row_stride + (ks + k)[None, :] * row_step,
+            mask=(row < count)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        w = tl.load(
+            weight + column[None, :] * weight_stride + (ks + k)[:, None] * weight_step,
+            mask=(column < outputs)[None, :] & inside[:, None],
+            other=0.0,
+        )
+        # ieee: float32 operands are multiplied exactly, not as TF32.
+        total = tl.dot(x, w, total, input_precision="ieee")
+    if bias is not None:
+        total += tl.load(bias + column, mask=column < outputs, other=0.0)[None, :].to(tl.float32)
+    tl.store(
+        result + row[:, None] * outputs + column[None, :],
+        total.to(result.dtype.element_ty),
+        mask=(row < count)[:, None] & (column < outputs)[None, :],
+    )

@@ -1,0 +1,121 @@
+"""A token has the same bits in training and in rollouts, where that is required; or what differs is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+from models import build
+from veomni_core import bind
+from veomni_core.cli.app import build_app
+from veomni_transformers.parity import OWN, check_parity
+
+SAME = {
+    "preset": "auto",
+    "require": "batch_invariant",
+    "linear_implementation": "fixed_order",
+    "token_logprobs_implementation": "fixed_order",
+}
+GPT_OSS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "output_router_logits": False}
+FAMILIES = {
+    **{"llama": {}, "qwen3": {}, "qwen3_moe": {"output_router_logits": False}},
+    **{"gpt_oss": GPT_OSS, "deepseek_v3": {}},
+}
+QWEN3_NEXT = {
+    **{"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+LAYOUTS = ["each sequence alone", "in a batch of 21", "padded on the left", "padded on the right", "packed"]
+LAYOUTS += ["token by token, with a cache"]
+
+
+def made(family, dtype=torch.float32):
+    config = {**FAMILIES.get(family, {}), **(QWEN3_NEXT if family == "qwen3_next" else {})}
+    return build(family, dtype=dtype, num_experts_per_tok=2, num_local_experts=4, **config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_gives_the_same_bits(family, dtype):
+    model = made(family, dtype)
+    with bind(model, SAME, device="cpu"):
+        found = {each.layout: each for each in check_parity(model)}
+    assert list(found) == LAYOUTS
+    if family == "gpt_oss":  # whose own code, too, sees no boundaries of packed sequences
+        assert not found.pop("packed").same_bits
+    assert [each for each in found.values() if not each.same_bits] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_the_ordinary_plan(family):
+    ids = torch.randint(64, (2, 19), generator=torch.Generator().manual_seed(3))
+    steps = []
+    for config in (SAME, {"preset": "auto"}):
+        model = made(family)
+        with bind(model, config, device="cpu"):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        steps.append((loss.detach(), {name: each.grad for name, each in model.named_parameters()}))
+    (loss, gradients), (wanted, theirs) = steps
+    torch.testing.assert_close(loss, wanted, rtol=2e-6, atol=0.0)
+    for name, gradient in gradients.items():
+        miss = (gradient - theirs[name]).norm() / theirs[name].norm().clamp_min(1e-12)
+        assert miss < 2e-5, name
+
+
+def test_what_the_own_code_gives_is_compared_and_promises_nothing():
+    model, own = made("llama"), made("llama")
+    with bind(model, SAME, device="cpu"):
+        last = check_parity(model, own=own)[-1]
+    assert last.layout == OWN and last.largest < 1e-5
+
+
+def test_a_hybrid_model_is_refused_with_the_layer_that_cannot():
+    model = made("qwen3_next")
+    with bind(model, SAME, device="cpu") as binding:
+        found = {each.layout: each for each in check_parity(model)}
+        promises = " ".join(binding.receipt.to_dict()["promises"])
+    assert "not known to be batch-invariant: chunk_gated_delta_rule:eager (1)" in promises
+    assert "chunk_gated_delta_rule stays eager" in found["packed"].why_not and not found["packed"].same_bits
+    assert not found["token by token, with a cache"].same_bits
+
+
+def splits_by_the_batch(rows, weight, bias=None):
+    """Sums in two halves where there are many rows."""
+    half = rows.shape[1] // 2 if len(rows) > 32 else 0
+    return F.linear(rows[:, half:], weight[:, half:], bias) + rows[:, :half] @ weight[:, :half].t()
+
+
+def test_a_split_that_depends_on_the_batch_is_named_where_it_happens(monkeypatch):
+    monkeypatch.setattr("veomni_torch.fixed_order.linear", splits_by_the_batch)
+    model = made("qwen3_moe")
+    with bind(model, {**SAME, "moe_implementation": "eager"}, device="cpu"):
+        found = {each.layout: each for each in check_parity(model)}
+    named = "model.layers.0.self_attn.q_proj (Linear, linear:fixed_order)"
+    assert found["each sequence alone"].first == found["token by token, with a cache"].first == named
+
+
+JOB = """model:
+  config: {model_type: llama, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 4}
+  dtype: float32
+  ops_implementation:
+    preset: auto
+    require: batch_invariant
+    linear_implementation: fixed_order
+    token_logprobs_implementation: fixed_order
+"""
+
+
+def test_the_command_says_what_holds_and_exits_with_one_where_a_required_promise_does_not(tmp_path, monkeypatch):
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB)
+    run = CliRunner().invoke(build_app(), ["parity", str(job)])
+    assert run.exit_code == 0 and "This model's forward is batch-invariant here; the job requires it" in run.output
+    monkeypatch.setattr("veomni_torch.fixed_order.linear", splits_by_the_batch)
+    run = CliRunner().invoke(build_app(), ["parity", str(job), "--json"])
+    assert (
+        run.exit_code == 1 and '"first": "model.layers.0.self_attn.q_proj (Linear, linear:fixed_order)"' in run.output
+    )
