@@ -156,21 +156,21 @@ def _built(kind: str, config: Any) -> Any:
     """The model of a default config on the meta device, with settings of rotary embeddings and windows that fit it.
 
     Some default configs mix sizes of several models: heads of an odd width, sections of multimodal rotary embeddings
-    for another width, layers with a window that has no size. Published models' fit.
+    for another width. Some leave out the size of a window, or how many experts a token has. Published models' fit.
     """
     auto = _AUTO_CLASSES[kind][0]
     made, config = (auto, config) if auto is not None else class_and_config(config)
     build = made.from_config if auto is not None else made._from_config
     text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    if (
-        isinstance(heads, int)
-        and isinstance(getattr(text, "head_dim", None), int | None)
-        and hasattr(text, "hidden_size")
-    ) and (getattr(text, "head_dim", None) or text.hidden_size // heads) % 2:
+    stated = vars(text)  # configs whose layers differ raise where such a value is read
+    heads, width, hidden = (stated.get(name) for name in ("num_attention_heads", "head_dim", "hidden_size"))
+    whole = isinstance(heads, int) and isinstance(hidden, int) and isinstance(width, int | None)
+    if whole and (width or hidden // heads) % 2:
         text.head_dim = 128
-    if "sliding_attention" in (getattr(text, "layer_types", None) or ()) and getattr(text, "sliding_window", 1) is None:
+    if stated.get("layer_types") and stated.get("sliding_window", 1) is None:  # some build every mask that they know
         text.sliding_window = 512
+    if stated.get("num_experts_per_tok", 0) is None:
+        text.num_experts_per_tok = 2
     with torch.device("meta"):
         model = build(config, dtype=torch.bfloat16)
         rotary = next((each for each in model.modules() if hasattr(each, _SECTIONS)), None)
