@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from veomni_trainer.data.media.processor import MediaProcessor
 from veomni_trainer.data.media.rows import MediaChat
 from veomni_trainer.data.reading import BadMedia
 
+Metadata = Callable[[Mapping[str, Any]], dict[str, Any]]
 _TOKENS = ("input_ids", "attention_mask")
 _KINDS = ("token_type_ids", "mm_token_type_ids")  # of tokens; models that take these want them for text too
 
@@ -26,10 +27,12 @@ class MediaBatcher:
     Args:
         batcher: pads tokens and labels.
         processor: the model's.
+        metadata: gives what the model's towers would compute of a batch in forward, which is added to it; such as
+            :class:`veomni_transformers.towers.host_metadata.HostMetadata`.
     """
 
-    def __init__(self, batcher: Batcher, processor: MediaProcessor) -> None:
-        self._batcher, self._processor = batcher, processor
+    def __init__(self, batcher: Batcher, processor: MediaProcessor, metadata: Metadata | None = None) -> None:
+        self._batcher, self._processor, self._metadata = batcher, processor, metadata
 
     def __call__(self, sequences: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         rows = [{name: value for name, value in each.items() if name != CHAT} for each in sequences]
@@ -41,7 +44,7 @@ class MediaBatcher:
                 batch[name] = torch.zeros(shape, dtype=torch.long)
         if chats:
             self._add(batch, [*chats], [*chats.values()], [len(row["input_ids"]) for row in rows])
-        return batch
+        return batch | (self._metadata(batch) if self._metadata is not None else {})
 
     def _add(self, batch: dict[str, Tensor], numbers: list[int], chats: list[MediaChat], lengths: list[int]) -> None:
         """Add what the processor makes of the ``chats`` in the rows ``numbers``."""
