@@ -149,7 +149,9 @@ def _layouts(linears: dict[str, Any]) -> Iterator[Layout]:
     shape = {name: (child.in_features, child.out_features) for name, child in linears.items()}
     if len(linears) == 3:
         for gate, up, down in itertools.permutations(linears):
-            if shape[gate] == shape[up] and shape[gate][1] == shape[down][0]:  # a projector's gives another width
+            # A projector gives another width; keys, values and square queries of cross-attention are no gated MLP.
+            projects = shape[gate][1] == shape[down][0] != shape[down][1]
+            if shape[gate] == shape[up] and (projects or shape[gate] == shape[down][::-1]):
                 yield gate, up, down
     if len(linears) == 2:
         for both, down in itertools.permutations(linears):
