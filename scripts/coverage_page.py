@@ -82,7 +82,8 @@ def coverage_page(models: Sequence[ModelCoverage], registry: Registry, command: 
         "",
         "## Declared alone",
         "",
-        "transformers, or modeling code, states the variant, and nothing could run the code.",
+        "transformers, or modeling code, states the variant, and nothing could run the code. So it is for "
+        f"{sum(op.only_declared for model in built for op in model.ops)} sites.",
         "",
         *_reason_lines(built, lambda op: op.declared),
         "",

@@ -154,6 +154,20 @@ def test_the_command_counts_what_binds(monkeypatch):
 
 
 @pytest.mark.thorough
+def test_of_every_type_that_builds_almost_nothing_is_only_declared_and_nothing_goes_unexamined():
+    registry = discover({"VEOMNI_PLUGINS": "veomni-torch"})
+    every = list(cover(model_types("all"), registry))
+    text = coverage_page(every, registry, COMMAND)
+    declared = {model.model_type: op.declared for model in every for op in model.ops if op.only_declared}
+    assert sum(op.only_declared for model in every for op in model.ops) <= 5, declared
+    shown = ("rms_norm", "rotary_pos_emb", "swiglu_mlp", "attention")
+    unseen = {(m.model_type, op.unexamined) for m in every for op in m.ops if op.op_name.startswith(shown)}
+    assert not {each for each in unseen if each[1]}
+    assert "`attention of vision` |" in text and "`attention of audio` |" in text
+    assert all(reason.partition(": ")[2][:40] in text for reasons in declared.values() for reason in reasons)
+
+
+@pytest.mark.thorough
 def test_the_command_covers_vision_language_models():
     command = [sys.executable, "-m", "veomni_core.cli", "coverage", "--transformers-models", "vlm", "--json"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from tiny_multimodal import CONFIGS
 from tiny_multimodal import tiny_model as tiny
+from transformers import CONFIG_MAPPING
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 from transformers.models.siglip import modeling_siglip
 
-from veomni_transformers.attention.locator import AttentionInterface
-from veomni_transformers.proving.functions import with_globals
+from veomni_transformers.attention.locator import AttentionInterface, readers_by_owner
+from veomni_transformers.coverage import _built, model_types
+from veomni_transformers.proving.functions import global_functions, with_globals
+from veomni_transformers.proving.probe import quiet
 
 ALIKE = ["gemma3", "glm4v", "llava", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "paligemma", "internvl"]
 
@@ -104,3 +109,77 @@ def test_a_tower_whose_eager_function_computes_something_else_is_refused(functio
     forward = with_globals(modeling_siglip.SiglipAttention.forward, {"eager_attention_forward": function})
     site = towers_site(_planted(tiny("gemma3"), modeling_siglip.SiglipAttention, forward))
     assert site.variant is None and "is not standard: its values miss" in site.evidence
+
+
+# By type, the site that could only be declared before, and which of the plants below changes what its queries see.
+HARD_TO_RUN = {
+    "dia": ("model.decoder", "mask"),
+    "molmo2": ("model.multi_modal_projector", "mask"),
+    "idefics": ("", "mask"),
+    "phi4_multimodal": ("model.embed_tokens_extend.audio_embed.encoder", "mask"),
+    "udop": ("encoder", "mask"),
+    "inkling2": ("model.vision_tower", "bounds"),
+    "qwen3_asr": ("model.audio_tower", "bounds"),
+    "kosmos-2.5": ("text_model", "is_causal"),
+    "kyutai_speech_to_text": ("", "is_causal"),
+    "step3p7": ("model.language_model", "is_causal"),
+}
+
+
+def _of_default_config(model_type):
+    kinds = {name: kind for kind, name in reversed(model_types("all"))}
+    with quiet():
+        return _built(kinds[model_type], CONFIG_MAPPING[model_type]())
+
+
+def _site_at(model, path):
+    return next(each for each in AttentionInterface().find(model, "attention interface") if each.path == path)
+
+
+def _otherwise(what, forward):
+    """``forward``, which as for another interface than eager attention loses its mask or the bounds of sequences."""
+
+    @functools.wraps(forward)
+    def planted(self, *args, **kwargs):
+        if self.config._attn_implementation != "eager" and what == "mask":
+            args = [None if isinstance(each, torch.Tensor) and each.dim() == 4 else each for each in args]
+            kwargs = {name: None if name.endswith("mask") else each for name, each in kwargs.items()}
+        elif self.config._attn_implementation != "eager" and what == "bounds":
+            kwargs["cu_seqlens"] = kwargs["cu_seqlens"][[0, -1]]
+        return forward(self, *args, **kwargs)
+
+    return planted
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[pytest.mark.thorough] * (name != "dia")) for name in HARD_TO_RUN]
+)
+def test_what_no_words_alone_reach_is_proven_and_code_like_it_is_refused(model_type):
+    path, plant = HARD_TO_RUN[model_type]
+    model = _of_default_config(model_type)
+    found = _site_at(model, path)
+    assert found.variant == "standard" and found.examined and not found.declared, found.evidence
+    modules = [model.get_submodule(each) for each in readers_by_owner(model)[path]]
+    for module in modules:
+        kind = type(module)
+        if plant == "is_causal":
+            module.is_causal = False
+        else:
+            module.__class__ = type("Planted", (kind,), {"forward": _otherwise(plant, kind.forward)})
+    found = _site_at(model, path)
+    assert found.variant is None or {"sdpa_mask", "flash_attention_mask"} <= found.refuses.keys(), found.evidence
+    model = _of_default_config(model_type)
+    for module in [model.get_submodule(each) for each in readers_by_owner(model)[path]]:
+        forward = type(module).forward
+        (name,) = {name for name, _ in global_functions(forward) if name.endswith("eager_attention_forward")}
+        hotter = _scaled(dict(global_functions(forward))[name])
+        module.__class__ = type("Planted", (type(module),), {"forward": with_globals(forward, {name: hotter})})
+    found = _site_at(model, path)
+    assert found.variant is None and "is not standard" in found.evidence
+
+
+def _scaled(own):
+    def hotter_attention(module, query, *args, **kwargs):
+        return own(module, 1.1 * query, *args, **kwargs)
+
+    return hotter_attention

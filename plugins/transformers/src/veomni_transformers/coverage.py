@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +15,14 @@ from transformers.models.auto import modeling_auto
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import UnknownNameError, did_you_mean
 from veomni_core.planning.config import OpsConfig
+from veomni_core.planning.decisions import SiteDecision
 from veomni_core.planning.planner import plan_sites
 from veomni_core.sites.find import find_sites
 from veomni_core.sites.site import Site
 from veomni_transformers.model_class import class_and_config
 from veomni_transformers.packed.packed_sequences import mixing_layers
 from veomni_transformers.proving.probe import quiet
+from veomni_transformers.towers.parts import tower_of, towers
 
 # Of each kind, transformers' class for it and its table of types; without a class, the whole model, as jobs build it.
 _AUTO_CLASSES: Mapping[str, tuple[Any, str]] = {
@@ -39,6 +40,7 @@ class OpCoverage:
     """How many sites one op has in one model, how many get a kernel, and why the others don't.
 
     Attributes:
+        op_name: the op's name; of the attention in towers also which, as in ``attention of vision``.
         found: the number of sites.
         proven: the sites whose variant is known, by a proof or by declaration.
         refused: the sites whose code was run and computes something else than every known variant.
@@ -48,6 +50,7 @@ class OpCoverage:
         unexamined: why the probe could not run the remaining sites. What they compute is not known.
         left_eager: why sites with a known variant get no kernel.
         declared: why sites of those with a known variant are declared alone, each reason once.
+        only_declared: how many these are.
     """
 
     op_name: str
@@ -60,6 +63,7 @@ class OpCoverage:
     unexamined: tuple[str, ...]
     left_eager: tuple[str, ...]
     declared: tuple[str, ...] = ()
+    only_declared: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,22 +133,28 @@ def _cover(kind: str, model_type: str, config: OpsConfig) -> ModelCoverage:
     plan = plan_sites(sites, config)
     done = time.perf_counter()
     ops = []
+    beside = towers(model)
     for decision in plan.ops:
-        if decision.sites:
-            eager = Counter(left.reason for left in decision.left_eager if left.site.variant is not None)
-            found = [left.site for left in decision.sites]
+        parts: dict[str, list[SiteDecision]] = {}
+        for each in decision.sites:
+            of_tower = tower_of(beside, each.site.path) if decision.op_name == "attention" else ""
+            parts.setdefault(f"{decision.op_name} of {of_tower}" if of_tower else decision.op_name, []).append(each)
+        for name, decided in sorted(parts.items()):
+            found = [each.site for each in decided]
+            eager = {each.reason for each in decided if not each.bound and each.site.variant is not None}
             ops.append(
                 OpCoverage(
-                    op_name=decision.op_name,
+                    op_name=name,
                     found=len(found),
                     proven=sum(site.variant is not None for site in found),
                     refused=sum(site.variant is None and _examined(site) for site in found),
-                    bound=sum(left.bound for left in decision.sites),
+                    bound=sum(each.bound for each in decided),
                     variants=tuple(sorted({site.variant for site in found if site.variant})),
                     unproven=_evidence(model, (s for s in found if s.variant is None and _examined(s))),
                     unexamined=_evidence(model, (s for s in found if s.variant is None and not _examined(s))),
                     left_eager=tuple(sorted(eager)),
                     declared=_evidence(model, (s for s in found if s.declared and s.variant is not None)),
+                    only_declared=sum(site.declared and site.variant is not None for site in found),
                 )
             )
     mixing = mixing_layers(model, plan.ops, config.registry)
@@ -156,21 +166,21 @@ def _built(kind: str, config: Any) -> Any:
     """The model of a default config on the meta device, with settings of rotary embeddings and windows that fit it.
 
     Some default configs mix sizes of several models: heads of an odd width, sections of multimodal rotary embeddings
-    for another width, layers with a window that has no size. Published models' fit.
+    for another width. Some leave out the size of a window, or how many experts a token has. Published models' fit.
     """
     auto = _AUTO_CLASSES[kind][0]
     made, config = (auto, config) if auto is not None else class_and_config(config)
     build = made.from_config if auto is not None else made._from_config
     text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    if (
-        isinstance(heads, int)
-        and isinstance(getattr(text, "head_dim", None), int | None)
-        and hasattr(text, "hidden_size")
-    ) and (getattr(text, "head_dim", None) or text.hidden_size // heads) % 2:
+    stated = vars(text)  # configs whose layers differ raise where such a value is read
+    heads, width, hidden = (stated.get(name) for name in ("num_attention_heads", "head_dim", "hidden_size"))
+    whole = isinstance(heads, int) and isinstance(hidden, int) and isinstance(width, int | None)
+    if whole and (width or hidden // heads) % 2:
         text.head_dim = 128
-    if "sliding_attention" in (getattr(text, "layer_types", None) or ()) and getattr(text, "sliding_window", 1) is None:
+    if stated.get("layer_types") and stated.get("sliding_window", 1) is None:  # some build every mask that they know
         text.sliding_window = 512
+    if stated.get("num_experts_per_tok", 0) is None:
+        text.num_experts_per_tok = 2
     with torch.device("meta"):
         model = build(config, dtype=torch.bfloat16)
         rotary = next((each for each in model.modules() if hasattr(each, _SECTIONS)), None)
@@ -207,12 +217,18 @@ def summarise(models: Iterable[ModelCoverage]) -> dict[str, dict[str, int]]:
     return dict(sorted(counts.items()))
 
 
+def _is_attention(op: OpCoverage) -> bool:
+    return op.op_name.startswith("attention")
+
+
 _PROVEN_TOGETHER = ("rms_norm", "rms_norm_gated", "rotary_pos_emb", "swiglu_mlp")
 
 
 def claims(models: Sequence[ModelCoverage]) -> tuple[Claim, ...]:
     """Statements over all models, each counted over the model types that have the op in question."""
     normed = [model for model in models if model.op("rms_norm")]
+    attending = [model for model in models if any(map(_is_attention, model.ops))]
+    shown = [m for m in attending if not any(op.only_declared or op.unexamined for op in m.ops if _is_attention(op))]
     norms = ("rms_norm", "rms_norm_gated")
     return (
         Claim("with RMS norms: every norm proven", _count(normed, norms, lambda op: op.proven), len(normed)),
@@ -220,6 +236,9 @@ def claims(models: Sequence[ModelCoverage]) -> tuple[Claim, ...]:
             "with RMS norms: every norm, rotary embedding and gated MLP proven or refused",
             _count(normed, _PROVEN_TOGETHER, lambda op: op.proven + op.refused),
             len(normed),
+        ),
+        Claim(
+            "with attention, towers' too: every one proven or refused, none only declared", len(shown), len(attending)
         ),
         *(
             Claim(f"{text} bound", _count(having, (op_name,), lambda op: op.bound), len(having))

@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from veomni_core.errors import JobFileError
 from veomni_trainer.data.batches import CHAT, Batcher, learned_labels
 from veomni_trainer.data.files import find_files
-from veomni_trainer.data.media.batches import MediaBatcher
+from veomni_trainer.data.media.batches import MediaBatcher, Metadata
 from veomni_trainer.data.media.processor import MediaProcessor
 from veomni_trainer.data.mixing import WeightedOrder
 from veomni_trainer.data.read import read_documents
@@ -131,10 +131,13 @@ class Corpus:
         details = [f"  {line}" for source in self.read for line in source.reading.details()]
         return "\n".join([*lines, *details, *self.notes])
 
-    def batcher(self, multiple: int = 1) -> Batcher | MediaBatcher:
-        """What makes batches of its sequences; their padded lengths are multiples of ``multiple``."""
+    def batcher(self, multiple: int = 1, metadata: Metadata | None = None) -> Batcher | MediaBatcher:
+        """What makes batches of its sequences; their padded lengths are multiples of ``multiple``.
+
+        Those with media have what ``metadata`` gives for them too (:class:`MediaBatcher`).
+        """
         batcher = Batcher(self.padding, multiple, rows=4 if self.positions else 1)
-        return batcher if self.processor is None else MediaBatcher(batcher, self.processor, self.positions)
+        return batcher if self.processor is None else MediaBatcher(batcher, self.processor, self.positions, metadata)
 
     @property
     def ends(self) -> dict[int, int]:

@@ -31,6 +31,7 @@ from veomni_trainer.loop.resuming_trainer import ResumingTrainer
 from veomni_trainer.loop.step_graphs import Results, StepGraphs, graphs_on
 from veomni_trainer.loop.throughput import Throughput
 from veomni_trainer.output.metrics import Row
+from veomni_transformers.towers.host_metadata import HostMetadata
 
 Listener = Callable[[Row], None]
 _LEARNED = "num_items_in_batch"  # the labels that a step learns
@@ -80,7 +81,9 @@ class JobTrainer(ResumingTrainer):
         training = corpus.training
         if isinstance(training, Stream):
             training = training.in_batches(train.batch_size, train.ranks_per_batch)
-        return {"data_collator": corpus.batcher(multiple=train.sp_size), "train_dataset": training}
+        # Under sequence parallelism the model is given the words alone, and cuts positions that it makes itself.
+        metadata = HostMetadata(model) if corpus.processor is not None and train.sp_size == 1 else None
+        return {"data_collator": corpus.batcher(multiple=train.sp_size, metadata=metadata), "train_dataset": training}
 
     def curves(self) -> Row:
         """What the method has measured since the last row, by the names of its curves."""

@@ -68,7 +68,9 @@ def _mismatch(
     call: AttentionCall, dtype: torch.dtype, masked: bool, registered: bool = False, boolean: bool = False
 ) -> str:
     """``registered`` functions are given no mask where transformers means causal, and ``boolean`` ones see True."""
-    query, key, value = (probe.random(*shape, dtype=dtype).requires_grad_() for shape in _shapes(call))
+    scales = (_scale_of_queries(call), 1.0, 1.0)
+    drawn = (probe.random(*shape, dtype=dtype, scale=s) for s, shape in zip(scales, _shapes(call), strict=True))
+    query, key, value = (each.requires_grad_() for each in drawn)
     mask = _mask(query, key) if masked else None
     holder, options, leaves = _random_options(call, dtype)
     given_mask = mask == 0 if boolean and mask is not None else mask
@@ -98,6 +100,13 @@ def _mismatch(
         return f"it gives {found.dtype}"
     miss = float((found.double() - exact).norm() / exact.norm())
     return "" if miss <= CONTRACTS["standard"].values["bfloat16"].norm else f"its values miss by {miss:.1%}"
+
+
+def _scale_of_queries(call: AttentionCall) -> float:
+    """What makes scores of the usual size: some modules scale queries themselves, before a call with ``scaling`` 1."""
+    scaling = call.options.get("scaling")
+    usual = call.heads[0].shape[-1] ** -0.5
+    return usual / scaling if isinstance(scaling, float) and scaling > usual else 1.0
 
 
 def _is_causal(call: AttentionCall) -> bool:

@@ -20,6 +20,7 @@ Inputs = dict[str, Any]
 _PATCHES = 32  # the most patches along an image's side: Pixtral's 96 by 96 would need masks of 18432 by 18432
 _OTHER_LENGTH = 7  # of what a cross-attention reads
 _PIXELS = ("pixel_values", "pixel_values_videos", "pixel_values_images", "hidden_states", "patch_embeds")
+PICTURES = ("pixel_values", "pixel_values_videos", "flattened_patches")
 _SOUNDS = ("input_features", "input_values", "hidden_states", "latents")
 _FRAMES = (64, 200, 1000)
 
@@ -47,7 +48,7 @@ def _grids(module: Any, named: set[str], padded: bool) -> Iterator[Inputs]:
     grids = [name for name in named if name.endswith(("grid_thw", "grid_hw"))]
     if not grids or padded:
         return
-    stated = [*_numbers(module, "spatial_merge_size"), *_numbers(module, "merge_size")]
+    stated = [*numbers(module, "spatial_merge_size"), *numbers(module, "merge_size")]
     for merge, several in product(dict.fromkeys((*stated, 2, 1, 4)), (True, False)):
         small = [1, merge, merge]
         large = [1, 2 * merge, 3 * merge] if merge > 2 else [1, 6 * merge, 10 * merge]
@@ -55,11 +56,14 @@ def _grids(module: Any, named: set[str], padded: bool) -> Iterator[Inputs]:
             grid = torch.tensor(sizes)
             count = int(grid.prod(-1).sum())
             merges = {name: torch.full((len(sizes),), merge) for name in named if name.endswith("merge_sizes")}
-            for shape in _patch_shapes(module, count):
+            for shape in _patch_shapes(module, count, merge):
                 yield _given(_PIXELS, _zeros(*shape)) | dict.fromkeys(grids, grid) | merges
 
 
-def _patch_shapes(module: Any, count: int) -> Iterator[tuple[int, ...]]:
+def _patch_shapes(module: Any, count: int, merge: int) -> Iterator[tuple[int, ...]]:
+    for side, channels in product(numbers(module, "patch_size"), numbers(module, "num_channels")):
+        if merge > 1:  # Inkling counts squares of several patches
+            yield (count, merge * side, merge * side, channels)
     for weight in _first_weights(module):
         yield (count, weight[1:].numel())
         yield (count, *weight[1:])
@@ -74,10 +78,10 @@ def _pictures(module: Any, named: set[str], padded: bool) -> Iterator[Inputs]:
     if padded and not masks:
         return
     for weight, (size, patch) in product(_first_weights(module), _sizes(module)):
-        channels = weight[1] if len(weight) > 2 else next(_numbers(module, "num_channels"), 3)
+        channels = weight[1] if len(weight) > 2 else next(numbers(module, "num_channels"), 3)
         count = (size // patch) ** 2
         side = min(2, size // patch) if "spatial_shapes" in named else size // patch
-        for leading in ((BATCH,), (BATCH, 2), *((1, 1, tiles) for tiles in _numbers(module, "max_num_tiles"))):
+        for leading in ((BATCH,), (BATCH, 2), *((1, 1, tiles) for tiles in numbers(module, "max_num_tiles"))):
             shape = (*leading, channels, size, size)
             yield _told(_given(_PIXELS, _zeros(*shape)), masks, leading, size, patch, padded)
         rows = _given((*_PIXELS, "flattened_patches"), _zeros(BATCH, count, weight[1:].numel()))
@@ -90,15 +94,12 @@ def _pictures(module: Any, named: set[str], padded: bool) -> Iterator[Inputs]:
         yield _given(_PIXELS, strip) | {
             name: torch.tensor([[4, 4]] * BATCH) for name in named if "target_sizes" in name
         }
-        if pooled := [name for name in named if name.endswith("token_pooling")]:  # Molmo 2
-            within = torch.arange(4 * LENGTH).view(1, LENGTH, 4) % count
-            yield (
-                rows
-                | dict.fromkeys(pooled, within)
-                | {name: torch.tensor([[1, 1, 1, LENGTH]]) for name in named if name.endswith("grids")}
-            )
-            flat = within.view(LENGTH, 4)
-            yield _given(_PIXELS, _zeros(1, count, weight[1:].numel())) | dict.fromkeys(pooled, flat)
+        if pooled := [name for name in named if name.endswith(("token_pooling", "pooled_patches_idx"))]:  # Molmo 2
+            within = torch.arange(4 * LENGTH).view(LENGTH, 4) % count
+            within[::3, 2:] = -1  # these tokens are made of two patches each
+            grids = {name: torch.tensor([[1, LENGTH, 1, 0][: 3 if "video" in name else 4]]) for name in named}
+            told = {name: grid for name, grid in grids.items() if name.endswith("grids")}
+            yield rows | dict.fromkeys(pooled, within) | told
 
 
 def _told(
@@ -128,15 +129,18 @@ def _sounds(module: Any, named: set[str], padded: bool) -> Iterator[Inputs]:
     for shape in ((BATCH, 16000), (BATCH, 1, 1920 * LENGTH)) if "input_values" in named else ():
         yield _given(("input_values",), _zeros(*shape)) | {n: _kept(BATCH, shape[-1], padded) for n in masks} | words
         yield _given(("input_values",), _zeros(*shape)) | words
-    bins = list(_numbers(module, "num_mel_bins"))
+    bins = list(numbers(module, "num_mel_bins"))
     bins += [weight[1] for weight in _first_weights(module) if len(weight) <= 3] or [128, 80]
-    frames = [*_FRAMES, *(2 * each for each in _numbers(module, "max_source_positions"))]
+    frames = [*_FRAMES, *(2 * each for each in numbers(module, "max_source_positions"))]
+    bins += list(numbers(module, "input_size"))
     for count, width in product(dict.fromkeys(frames), dict.fromkeys(bins)):
         if lengths:  # sounds of several lengths, one after another
             several = torch.tensor([count, count // 2])
             after = {"aftercnn_lens": (several - 1) // 2 + 1}
             for shape in ((width, int(several.sum())), (int(several.sum()), width)):
                 yield _given(_SOUNDS, _zeros(*shape)) | dict.fromkeys(lengths, several) | after
+            samples = several * next(numbers(module, "hop_length"), 1)
+            yield _given(_SOUNDS, _zeros(BATCH, width, count)) | dict.fromkeys(lengths, samples)
         for shape in ((BATCH, width, count), (BATCH, count, width)):
             yield _given(_SOUNDS, _zeros(*shape)) | {name: _kept(BATCH, count, padded) for name in masks} | words
             if not padded and masks:
@@ -146,10 +150,8 @@ def _sounds(module: Any, named: set[str], padded: bool) -> Iterator[Inputs]:
 def _between(module: Any, named: set[str], padded: bool) -> Iterator[Inputs]:
     """Features that a module between a tower and the decoder reads, with queries of its own."""
     config = getattr(module, "config", None)
-    widths = dict.fromkeys(_numbers(module, "hidden_size"))
-    others = dict.fromkeys(
-        (*_numbers(module, "encoder_hidden_size"), *widths, *(w[-1] for w in _first_weights(module)))
-    )
+    widths = dict.fromkeys(numbers(module, "hidden_size"))
+    others = dict.fromkeys((*numbers(module, "encoder_hidden_size"), *widths, *(w[-1] for w in _first_weights(module))))
     for width, other in product(widths, others):
         known: Inputs = {"query_embeds": _zeros(BATCH, LENGTH, width), "inputs_embeds": _zeros(BATCH, LENGTH, width)}
         known |= {name: _zeros(BATCH, _OTHER_LENGTH, other) for name in ("encoder_hidden_states", "context")}
@@ -202,7 +204,8 @@ def _sizes(module: Any) -> Iterator[tuple[int, int]]:
                 yield size, patch
 
 
-def _numbers(module: Any, name: str) -> Iterator[int]:
+def numbers(module: Any, name: str) -> Iterator[int]:
+    """The whole numbers that the configs of ``module`` and of its parts state under ``name``."""
     yield from (value for value in _values(module, name) if type(value) is int)
 
 

@@ -25,19 +25,19 @@ from veomni_core.sites.walk import named_modules
 from veomni_transformers.attention.config_changes import OwnConfigs, select_interface
 from veomni_transformers.attention.module_values import ModuleRun
 from veomni_transformers.attention.repeated_layers import skip_repeated_layers
-from veomni_transformers.attention.tower_inputs import tower_inputs
+from veomni_transformers.attention.tower_inputs import PICTURES, tower_inputs
 from veomni_transformers.attention.weightless import run_on_meta
+from veomni_transformers.attention.word_inputs import CROSSED, word_inputs
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.functions import current_forward, global_functions, with_globals
-from veomni_transformers.proving.hollow_twin import BATCH, LENGTH, ZERO, LinearsOfZeros, hollow_twin
+from veomni_transformers.proving.hollow_twin import ZERO, LinearsOfZeros, hollow_twin
 
 Function = Callable[..., Any]
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 _EAGER_FUNCTION = "eager_attention_forward"
-_DECODER_LENGTH = 7  # differs from the encoder's, so that cross-attention can be told apart
 _FEATURES = ("get_image_features", "get_video_features", "get_audio_features")
+_MASKS = "transformers.masking_utils"
 NOTHING_FITS = "nothing says how to call it"
-_CROSSED = ("encoder_hidden_states", "cross_attention_states")
 _MOST_FORMS = 60  # of inputs that are tried on one part of a model
 WINDOW = 4  # shorter than LENGTH, so that a sliding window hides keys
 
@@ -210,61 +210,23 @@ class _RecordingTable:
 class Root:
     """What is run: the forward of the module at ``path``, or another method of it.
 
-    ``crossing`` also passes an encoder's hidden states, for cross-attention in a decoder that has no encoder;
-    ``of_words`` is whether it takes words, or numbers in their place.
+    ``crossing`` also passes an encoder's hidden states, for cross-attention in a decoder that has no encoder, and
+    ``beside`` pictures; ``of_words`` is whether it takes words, or numbers in their place.
     """
 
     path: str
     method: str = "forward"
     crossing: bool = False
     of_words: bool = True
+    beside: bool = False
 
 
 def _forms(module: Any, root: Root, padded: bool) -> Iterator[dict[str, Any]]:
     """The forms of inputs to try, the first one that runs to its end is the one."""
     if root.of_words:
-        inputs, why_not = probe.attempt(lambda: _words(module, padded, root.crossing))
-        if not why_not:
-            yield inputs
+        yield from word_inputs(module, padded, root.crossing, root.beside)
     else:
         yield from tower_inputs(module, getattr(type(module), root.method), padded)
-
-
-def _words(module: Any, padded: bool, crossing: bool) -> dict[str, Any]:
-    """Token ids, or embeddings in their place, in the shapes that the config of ``module`` gives."""
-    parameters = inspect.signature(type(module).forward).parameters
-    config = module.config
-    known: dict[str, Any] = {"use_cache": False}
-    if "input_ids" in parameters:
-        known["input_ids"] = _tokens(config, LENGTH)
-        known["decoder_input_ids"] = _tokens(config, _DECODER_LENGTH)
-        if padded:
-            known["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.long)
-            known["attention_mask"][1, -3:] = 0
-    elif "inputs_embeds" in parameters or "hidden_states" in parameters:
-        name = "inputs_embeds" if "inputs_embeds" in parameters else "hidden_states"
-        known[name] = ZERO.expand(BATCH, LENGTH, config.hidden_size)
-    if crossing:
-        known |= dict.fromkeys(_CROSSED, ZERO.expand(BATCH, _DECODER_LENGTH, config.hidden_size))
-        known["cross_attention_mask"] = torch.zeros(BATCH, 1, LENGTH, _DECODER_LENGTH, dtype=ZERO.dtype)
-    return {
-        name: value for name, value in known.items() if name in parameters or (name == "use_cache" and _open(module))
-    }
-
-
-def _open(module: Any) -> bool:
-    """Whether the forward takes ``use_cache`` among its ``**kwargs``."""
-    kinds = {parameter.kind for parameter in inspect.signature(type(module).forward).parameters.values()}
-    return "use_cache" in vars(module.config) and inspect.Parameter.VAR_KEYWORD in kinds
-
-
-def _tokens(config: Any, length: int) -> Tensor:
-    """Random token ids that are no special tokens of a config, if the vocabulary has any such ids."""
-    configs = [config, config.get_text_config()]
-    vocabulary = configs[-1].vocab_size
-    special = {v for each in configs for name, v in vars(each).items() if "token" in name and isinstance(v, int)}
-    plain = [identity for identity in range(min(vocabulary, 512)) if identity not in special] or [0]
-    return torch.tensor(plain)[torch.randint(len(plain), (BATCH, length), generator=probe.generator())]
 
 
 def _configs(twin: nn.Module) -> list[Any]:
@@ -289,7 +251,8 @@ def roots(model: nn.Module, readers: Iterable[str]) -> Iterator[Root]:
     """What to run, in this order, until every attention was reached.
 
     First what takes words: the model, and the outermost model that holds each further config of attention. Then these
-    without words, and the methods by which the model makes features of pictures and sounds.
+    without words, and the methods by which the model makes features of pictures and sounds. Then models with words and
+    pictures, and last the parts that build their masks themselves, for where what is around them can't be run.
     """
     wanted = {id(model.get_submodule(path).config) for path in readers}
     models: list[str] = [""]
@@ -309,12 +272,23 @@ def roots(model: nn.Module, readers: Iterable[str]) -> Iterator[Root]:
         takes_words = "input_ids" in parameters or not path
         if takes_words or not main.startswith("pixel"):
             yield Root(path)
-        if parameters.keys() & {*_CROSSED}:
+        if parameters.keys() & {*CROSSED}:
             yield Root(path, crossing=True)
         if not takes_words or main != "input_ids" or "query_embeds" in parameters:
             yield Root(path, of_words=False)
     yield from reversed(list(_features(model)))
     yield from (Root(path, of_words=False) for path in others if path not in readers)
+    for path in models:
+        if inspect.signature(type(model.get_submodule(path)).forward).parameters.keys() & {*PICTURES}:
+            yield Root(path, beside=True)
+    for path, module in named_modules(model):
+        if path not in models and not isinstance(module, nn.ModuleList) and _builds_masks(module):
+            yield Root(path, of_words=False)
+
+
+def _builds_masks(module: nn.Module) -> bool:
+    functions = (value for _, value in global_functions(current_forward(module)))
+    return any(getattr(function, "__module__", "") == _MASKS for function in functions)
 
 
 def _features(model: nn.Module) -> Iterator[Root]:

@@ -114,11 +114,17 @@ class GatedMlpModules(ModuleLocator):
 
 
 def _linears(module: nn.Module) -> dict[str, Any]:
-    return {
+    """The linears of ``module``; of four the three of a gated MLP, where one alone can be left out (GLM's merger)."""
+    found = {
         name: child
         for name, child in module._modules.items()
         if child is not None and hasattr(child, "in_features") and hasattr(child, "out_features")
     }
+    if len(found) != 4:
+        return found
+    threes = [{name: found[name] for name in names} for names in itertools.combinations(found, 3)]
+    gated = [three for three in threes if any(True for _ in _layouts(three))]
+    return gated[0] if len(gated) == 1 else found
 
 
 def _mixed_dtypes(linears: dict[str, Any]) -> str:
@@ -143,7 +149,9 @@ def _layouts(linears: dict[str, Any]) -> Iterator[Layout]:
     shape = {name: (child.in_features, child.out_features) for name, child in linears.items()}
     if len(linears) == 3:
         for gate, up, down in itertools.permutations(linears):
-            if shape[gate] == shape[up] == shape[down][::-1]:
+            # A projector gives another width; keys, values and square queries of cross-attention are no gated MLP.
+            projects = shape[gate][1] == shape[down][0] != shape[down][1]
+            if shape[gate] == shape[up] and (projects or shape[gate] == shape[down][::-1]):
                 yield gate, up, down
     if len(linears) == 2:
         for both, down in itertools.permutations(linears):

@@ -5,7 +5,7 @@ What it gives is compared with the reference of each variant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,6 +74,10 @@ def prove_mlp(
                 copy = copies[dtype].train(training)
                 found, error = probe.attempt(partial(branches.run, partial(type(module).forward, copy, x)))
                 if error and len(leading) == 2:  # hidden states [B, S, H] must run; other shapes need not
+                    first = _first_called(copy, linears, x)
+                    if first and not any(first in layout[:-1] for layout in layouts):
+                        error = f"its forward calls {first} first, which is as wide as a down projection"
+                        return Proof(None, error)
                     return None if is_square else Proof(None, error, examined=False)
                 if not error:
                     runs.append(_Run(copy, x, found))
@@ -98,6 +102,15 @@ def _copy(module: nn.Module, linears: dict[str, Any], layout: Layout, dtype: tor
         else:
             duplicate._modules[name] = None if child is None else probe.full_copy(child)
     return duplicate
+
+
+def _first_called(copy: nn.Module, linears: Iterable[str], x: Tensor) -> str:
+    """Which linear ``copy`` calls first; empty if none. The copy keeps the hooks that see it."""
+    called: list[str] = []
+    for name in linears:
+        copy._modules[name].register_forward_pre_hook(lambda *_, name=name: called.append(name))  # type: ignore[union-attr, misc]
+    probe.attempt(partial(type(copy).forward, copy, x))
+    return called[0] if called else ""
 
 
 def _tiny_shapes(linears: dict[str, Any], layout: Layout) -> dict[str, tuple[int, int]]:

@@ -25,6 +25,7 @@ from veomni_transformers.proving.module_locator import ModuleLocator, refuse_emp
 from veomni_transformers.proving.proof import Proof
 
 _RMS_NORM_CLASS = re.compile(r"rms_?norm", re.IGNORECASE)
+_LAYER_NORM_CLASS = re.compile(r"layer_?norm", re.IGNORECASE)  # T5's name of an RMS norm
 _WIDTH_WITHOUT_A_WEIGHT = 64  # an unweighted norm doesn't say how wide its inputs are
 _WIDEST = 32768  # the widest row that is run, so that a proof stays fast; one released model has a norm of 614,400
 _WEIGHTS = ("weight",)
@@ -64,9 +65,13 @@ class NormModules(ModuleLocator):
         refuse_empty(self, "contracts", "variant: Contract(...)")
 
     def is_candidate(self, module: nn.Module) -> bool:
-        if eps_of(module) is None or not _RMS_NORM_CLASS.search(type(module).__name__) or module._modules:
+        name = type(module).__name__
+        if eps_of(module) is None or module._modules or probe.takes(module, "gate"):  # or rms_norm_gated, another op
             return False
-        return not probe.takes(module, "gate")  # another op, rms_norm_gated
+        named = bool(_RMS_NORM_CLASS.search(name))
+        return named or (
+            bool(_LAYER_NORM_CLASS.search(name)) and list(module._parameters) == ["weight"] and _sees_mean(module)
+        )
 
     def prove(self, module: nn.Module) -> Proof:
         return _prove(module, self.readings.of(module), self.contracts)
@@ -83,6 +88,15 @@ class NormModules(ModuleLocator):
         forward = (norms.weighted if weighted else norms.unweighted)(kernel, site.detail["eps"])
         guarded = guarded_names(module, self.readings.of(module), _WEIGHTS)
         yield ForwardChange(module, with_own_signature(module, forward), guarded)
+
+
+def _sees_mean(module: nn.Module) -> bool:
+    """Whether it gives something else where every input is larger by one, as an RMS norm and no layer norm does."""
+    with probe.seeded():
+        copy = probe.full_copy(module).float()
+        x = probe.random(2, module._parameters["weight"].shape[-1])  # type: ignore[union-attr]
+        results, error = probe.attempt(lambda: (copy(x), copy(x + 1)))
+        return not error and not probe.close(*results)
 
 
 def _prove(module: nn.Module, reading: Reading, contracts: Mapping[str, Contract]) -> Proof:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ FREQUENCIES = "inv_freq"
 BATCH, LENGTH = 2, 11
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ZERO = torch.zeros((), dtype=torch.bfloat16, device="cpu")
+_IN_PLACE = re.compile(r"\w*[a-z]_|__i(and|or|xor)__")  # torch's name of `x += y` is add_
 _POSITIONS = ZERO.expand(BATCH, LENGTH, 1)  # what a linear is taken to get where an unknown argument left it None
 
 
@@ -74,7 +76,8 @@ def _buffer(name: str, buffer: Tensor) -> Tensor:
 class LinearsOfZeros(TorchFunctionMode):
     """Within it ``F.linear`` gives the zeros of a hollow twin's weight without a product, for modules that call it.
 
-    A product would first write the expanded zeros out: JetMoe's experts of attention took 1.3 s a call.
+    A product would first write the expanded zeros out: JetMoe's experts of attention took 1.3 s a call. A tensor
+    without memory that code adds to in place gets memory first.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,8 +88,14 @@ class LinearsOfZeros(TorchFunctionMode):
                 return _zeros_like(x, *x.shape[:-1], weight.shape[0])
         if func is Tensor.__setitem__ and _has_no_memory(args[0]):  # zeros are zeros, wherever a mask sets some
             return None
+        if _IN_PLACE.fullmatch(getattr(func, "__name__", "")) and args and _has_no_memory(args[0]):
+            args[0].data = args[0].clone()
+        if kwargs.get("inplace"):
+            kwargs["inplace"] = False
         return func(*args, **kwargs)
 
 
-def _has_no_memory(tensor: Tensor) -> bool:
-    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def _has_no_memory(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )

@@ -32,6 +32,7 @@ from veomni_transformers.rotary.trace import Call
 
 _CONTRACTS = (*rotary_pos_emb.CONTRACTS.values(), *rotary_pos_emb_vision.CONTRACTS.values())
 _UNSQUEEZED = (1, 2)
+_UNSEEN = "no rotary embedding near it could be run to see its cos and sin"
 Function = Callable[..., Any]
 
 
@@ -72,15 +73,12 @@ def _try(function: Function, call: Call) -> _Tried:
     contracts = [contract for contract in _CONTRACTS if _fits(contract, call)]
     if not contracts:
         return _Tried(Proof(None, f"{call.name} is called with {call.described}, which no variant takes"))
-    # Complex numbers hold one angle for each pair, wherever they come from.
-    if not call.handed_over and not form and contracts[0].op_name == "rotary_pos_emb":
-        why_not = "no rotary embedding near it could be run to see its cos and sin"
-        return _Tried(Proof(None, f"{call.name}: {why_not}", examined=False))
     inputs = _random_like(call, AngleLayout.UNRELATED)
     with probe.own_numbers():
         _, error = probe.attempt(lambda: of_contract(function, form)(*inputs, **call.kwargs))
     if error:
-        return _Tried(Proof(None, f"{call.name}: {error}", examined=False), runs=False)
+        unseen = not call.handed_over and not form and contracts[0].op_name == "rotary_pos_emb"
+        return _Tried(Proof(None, f"{call.name}: {_UNSEEN if unseen else error}", examined=False), runs=False)
     proof = _prove(function, form, call, contracts)
     return _Tried(replace(proof, detail={"angles": form}) if form else proof)
 
@@ -92,7 +90,7 @@ def _prove(function: Function, form: str, call: Call, contracts: Sequence[Contra
         return Proof(None, reading.doubts[0])
     tried = []
     # First with cos and sin of no layout, to see which entries the function reads; then with those of the model.
-    for layout in (AngleLayout.UNRELATED, *_repeating(call, form)):
+    for layout in (AngleLayout.UNRELATED, *_repeating(call, form, contracts[0])):
         for contract in contracts:
             branches = Branches(reading.codes, frozenset(), inspect.unwrap(function), is_helper=True)  # type: ignore[arg-type]
             watched = partial(branches.run_call, of_contract(function, form))
@@ -124,7 +122,7 @@ def _resized(value: Any, batch: int, length: int) -> Any:
     return torch.zeros([length if size == LENGTH else size for size in shape], dtype=value.dtype)
 
 
-def _repeating(call: Call, form: str) -> tuple[AngleLayout, ...]:
+def _repeating(call: Call, form: str, contract: Contract) -> tuple[AngleLayout, ...]:
     """The layouts in which the model's ``cos`` and ``sin`` repeat entries.
 
     Functions that read different copies of an entry give the same there: DeepSeek-V3's reads both halves up to
@@ -132,7 +130,9 @@ def _repeating(call: Call, form: str) -> tuple[AngleLayout, ...]:
     """
     if form in (COMPLEX, COMPLEX_PATCHES):
         return (AngleLayout.NEIGHBOURS,)
-    layouts = (AngleLayout.HALVES, AngleLayout.NEIGHBOURS) if call.handed_over else ()
+    # Where a text's are not known, a function that needs one of these is not refused for what it computes.
+    known = call.handed_over or contract.op_name == "rotary_pos_emb"
+    layouts = (AngleLayout.HALVES, AngleLayout.NEIGHBOURS) if known else ()
     return tuple(layout for layout in layouts if all(layout.holds(angles) for angles in call.angles))
 
 
@@ -197,6 +197,8 @@ def _with_angles(function: Function, contract: Contract, call: Call, probed: Ang
     problem = ""
     if form in (COMPLEX, COMPLEX_PATCHES):
         layout = AngleLayout.NEIGHBOURS
+    elif not call.handed_over and contract.op_name == "rotary_pos_emb":
+        return Proof(None, f"{call.name}: {_UNSEEN}", examined=False)
     elif not call.handed_over:
         problem = _doubt(function, call)
     elif not all(layout.holds(angles) for angles in call.angles):

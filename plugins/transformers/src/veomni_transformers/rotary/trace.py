@@ -66,9 +66,9 @@ def run(module: nn.Module, forward: Function, functions: Iterable[str], candidat
     parameters = list(inspect.signature(traced).parameters.values())[1:]
     twin, numbers = hollow_twin(module), probe.OwnNumbersWhileDrawn()
 
-    def attempt(leading: tuple[int, ...], positions: Any) -> Run:
+    def attempt(leading: tuple[int, ...], positions: Any, others: bool = False) -> Run:
         seen.clear()
-        inputs = _inputs(module, parameters, leading, positions)
+        inputs = _inputs(module, parameters, leading, positions) | (_others(module, parameters) if others else {})
         with torch.no_grad(), numbers.run(), LinearsOfZeros():
             _, why_it_ended = probe.attempt(lambda: traced(twin, **inputs))
         if not all(_keeps_sides_apart(call, leading) for call in seen):
@@ -76,11 +76,11 @@ def run(module: nn.Module, forward: Function, functions: Iterable[str], candidat
         return Run(tuple(seen if positions is not None else map(_with_stand_ins, seen)), why_it_ended)
 
     def tried(positions: Any) -> Run:
-        in_a_batch = attempt((BATCH, LENGTH), positions)
-        if in_a_batch.calls or not in_a_batch.why_it_ended:
-            return in_a_batch
-        alone = attempt((LENGTH,), positions)
-        return alone if alone.calls or not alone.why_it_ended else in_a_batch
+        runs = (
+            attempt(leading, positions, others) for others in (False, True) for leading in ((BATCH, LENGTH), (LENGTH,))
+        )
+        first = next(runs)
+        return next((each for each in (first, *runs) if each.calls or not each.why_it_ended), first)
 
     return tuple(map(tried, candidates))
 
@@ -121,6 +121,17 @@ def _inputs(
     }
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return {p.name: known.get(p.name) for p in named if p.name in known or p.default is p.empty}
+
+
+def _others(module: nn.Module, parameters: Iterable[inspect.Parameter]) -> dict[str, Any]:
+    """What cross-attention reads, and stand-ins for masks and chosen keys."""
+    states = ZERO.expand(BATCH, LENGTH, _hidden_size(module))
+    chosen = torch.arange(LENGTH, dtype=torch.int32).expand(BATCH, LENGTH, LENGTH)
+    known = {"key_value_states": states, "encoder_hidden_states": states, "prev_topk_indices": chosen}
+    mask = torch.zeros(BATCH, 1, LENGTH, LENGTH)
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    known |= {name: mask for name, each in named.items() if name.endswith("mask") and each.default is each.empty}
+    return {name: value for name, value in known.items() if name in named}
 
 
 def _hidden_size(module: nn.Module) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from veomni_trainer.data.media.rows import MediaChat
 from veomni_trainer.data.reading import BadMedia
 from veomni_transformers.packed.document_positions import DocumentPositions
 
+Metadata = Callable[[Mapping[str, Any]], dict[str, Any]]
 _TOKENS = ("input_ids", "attention_mask", "labels")  # the batch's own; PaliGemma's processor learns nothing of a chat
 _SIZES = {"image_grid_thw": "image", "video_grid_thw": "video", "second_per_grid_ts": "video"}  # of each medium
 _CROSSED = "cross_attention_mask"  # of tokens, images and their tiles
@@ -31,10 +32,19 @@ class MediaBatcher:
         batcher: pads tokens and labels.
         processor: the model's.
         positions: computes the positions of a packed document; ``None`` of a model that counts its tokens alone.
+        metadata: gives what the model's towers would compute of a batch in forward, which is added to it; such as
+            :class:`veomni_transformers.towers.host_metadata.HostMetadata`.
     """
 
-    def __init__(self, batcher: Batcher, processor: MediaProcessor, positions: DocumentPositions | None = None) -> None:
-        self._batcher, self._processor, self._positions = batcher, processor, positions
+    def __init__(
+        self,
+        batcher: Batcher,
+        processor: MediaProcessor,
+        positions: DocumentPositions | None = None,
+        metadata: Metadata | None = None,
+    ) -> None:
+        self._batcher, self._processor = batcher, processor
+        self._positions, self._metadata = positions, metadata
 
     def __call__(self, sequences: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         rows = [{name: value for name, value in each.items() if name != CHAT} for each in sequences]
@@ -48,7 +58,8 @@ class MediaBatcher:
             self._add(batch, places)
             if self._processor.gives_positions and "position_ids" not in batch:
                 batch.setdefault("attention_mask", torch.ones(shape, dtype=torch.long))
-        return batch
+        # Positions of packed documents are the batch's own.
+        return batch if self._metadata is None else {**self._metadata(batch), **batch}
 
     def _add(self, batch: dict[str, Tensor], places: Sequence[tuple[int, slice, MediaChat]]) -> None:
         """Add what the processor makes of the chats in ``places``: the row and the part of it that is a chat's own."""
