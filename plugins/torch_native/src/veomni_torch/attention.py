@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from veomni_core.errors import PackedSequencesError
-from veomni_core.kernels import ALIGNMENT, aligned, begins_aligned, cast_as_autocast
+from veomni_core.kernels import ALIGNMENT, aligned, autocast_off, begins_aligned, cast_as_autocast
 from veomni_ops.attention import refuse
 
 _MOVES_16_BYTES = ("cuda",)  # device types whose kernels load 16 bytes at once without checking alignment
@@ -151,10 +151,12 @@ def _attended(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tens
         return sdpa_attention_forward(module, query, key, value, mask, **options)[0]  # type: ignore[no-any-return]
     query, key, value = (cast_as_autocast(each) for each in (query, key, value))
     mask = _readable_mask(mask, query.dtype)
-    # Not by `sdpa_kernel`, which switches the kernels of all threads.
-    output, _ = torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, mask, options.get("dropout", 0.0), scale=options.get("scaling"), enable_gqa=True
-    )
+    # Not by `sdpa_kernel`, which switches the kernels of all threads. Under autocast the softmax inside would give
+    # float32 for operands of 16 bits, and backward would raise.
+    with autocast_off(query.device.type):
+        output, _ = torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, mask, options.get("dropout", 0.0), scale=options.get("scaling"), enable_gqa=True
+        )
     return output.transpose(1, 2).contiguous()
 
 

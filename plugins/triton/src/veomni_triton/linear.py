@@ -51,6 +51,7 @@ class _Linear(Function):
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``rows[N, A] @ weight[B, A].T + bias[B]``, ``[N, B]``; any strides."""
     (count, width), outputs = rows.shape, weight.shape[0]
+    bias = None if bias is None else bias.contiguous()
     result = rows.new_empty(count, outputs)
     if result.numel():
         with torch.cuda.device_of(rows):

@@ -1,7 +1,7 @@
 """dsa_attention in Triton: each query gathers the rows of its keys, once for many heads, on matrix units.
 
-Forward saves its inputs, its output and a number per query and head. Backward computes logits again; gradients of keys
-are added by atomics in float32, so their last bits differ from run to run.
+Forward saves its inputs, its output and two numbers per query and head. Backward computes logits again; gradients of
+keys are added by atomics in float32, so their last bits differ from run to run.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from veomni_triton.sizes import ceil_div, power_of_two
 _NAMESPACE = "veomni_triton"
 _LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
 _INPUTS = "Tensor query, Tensor keys, Tensor indices, float scaling, int value_width"
-_LIBRARY.define(f"dsa_attention_forward({_INPUTS}) -> (Tensor output, Tensor log_sums)")
-_SAVED = "Tensor doutput, Tensor output, Tensor log_sums"
+_LIBRARY.define(f"dsa_attention_forward({_INPUTS}) -> (Tensor output, Tensor norms)")
+_SAVED = "Tensor doutput, Tensor output, Tensor norms"
 _LIBRARY.define(f"dsa_attention_gradients({_SAVED}, {_INPUTS}) -> (Tensor dquery, Tensor dkeys)")
-_LIBRARY.define(f"dsa_attention_target(Tensor log_sums, {_INPUTS}) -> Tensor")
+_LIBRARY.define(f"dsa_attention_target(Tensor norms, {_INPUTS}) -> Tensor")
 _NUMBERS = 1 << 26  # in the tensors of a block of the loss
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -69,11 +69,11 @@ def standard(
     if keys.shape[1:].numel() >= 2**31:
         raise ValueError(f"dsa_attention: {keys.shape[1]} keys of {keys.shape[2]} columns are too many; choose torch")
     call = query, keys, indices, float(scaling), value_width
-    output, log_sums = _Attention.apply(*call)
+    output, norms = _Attention.apply(*call)
     if index_query is None or index_key is None or index_weights is None:
         return output  # type: ignore[no-any-return]
     with torch.no_grad():
-        target = torch.ops.veomni_triton.dsa_attention_target.default(log_sums, *call)
+        target = torch.ops.veomni_triton.dsa_attention_target.default(norms, *call)
     return output, _loss(index_query, index_key, index_weights, indices, target)
 
 
@@ -107,19 +107,19 @@ class _Attention(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, *call: Any) -> tuple[Tensor, Tensor]:
-        output, log_sums = torch.ops.veomni_triton.dsa_attention_forward.default(*call)
-        ctx.save_for_backward(*call[:3], output, log_sums)
+        output, norms = torch.ops.veomni_triton.dsa_attention_forward.default(*call)
+        ctx.save_for_backward(*call[:3], output, norms)
         ctx.settings = call[3:]
-        ctx.mark_non_differentiable(log_sums)
-        return output, log_sums
+        ctx.mark_non_differentiable(norms)
+        return output, norms
 
     @staticmethod
     @first_derivatives_only
     @without_autocast
     def backward(ctx: Any, doutput: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, output, log_sums = ctx.saved_tensors
+        *inputs, output, norms = ctx.saved_tensors
         gradients = torch.ops.veomni_triton.dsa_attention_gradients.default
-        found = gradients(doutput, output, log_sums, *inputs, *ctx.settings)
+        found = gradients(doutput, output, norms, *inputs, *ctx.settings)
         return (
             *(x if wanted else None for x, wanted in zip(found, ctx.needs_input_grad, strict=False)),
             None,
@@ -129,19 +129,19 @@ class _Attention(Function):
 
 
 def _forward(query: Tensor, keys: Tensor, indices: Tensor, scaling: float, value_width: int) -> tuple[Tensor, Tensor]:
-    output, log_sums = _results(query, keys, indices, scaling, value_width)
+    output, norms = _results(query, keys, indices, scaling, value_width)
     query, keys, indices = query.contiguous(), keys.contiguous(), indices.contiguous()
     if output.numel():
         grid, sizes, shared = _shared(query, keys, indices, value_width, FORWARD)
         with torch.cuda.device_of(query):
-            forward_kernel[grid](query, keys, indices, output, log_sums, scaling / math.log(2), *sizes, **shared)
-    return output, log_sums
+            forward_kernel[grid](query, keys, indices, output, norms, scaling / math.log(2), *sizes, **shared)
+    return output, norms
 
 
 def _gradients(
     doutput: Tensor,
     output: Tensor,
-    log_sums: Tensor,
+    norms: Tensor,
     query: Tensor,
     keys: Tensor,
     indices: Tensor,
@@ -153,20 +153,20 @@ def _gradients(
     query, keys, indices, doutput = query.contiguous(), keys.contiguous(), indices.contiguous(), doutput.contiguous()
     if query.numel():
         grid, sizes, shared = _shared(query, keys, indices, value_width, GRADIENTS)
-        tensors = (query, keys, indices, output, log_sums, doutput, dquery, dkeys)
+        tensors = (query, keys, indices, output, norms, doutput, dquery, dkeys)
         with torch.cuda.device_of(query):
             gradients_kernel[grid](*tensors, scaling, scaling / math.log(2), *sizes, **shared)
     return dquery, dkeys.to(keys.dtype)
 
 
-def _target(log_sums: Tensor, query: Tensor, keys: Tensor, indices: Tensor, scaling: float, value_width: int) -> Tensor:
+def _target(norms: Tensor, query: Tensor, keys: Tensor, indices: Tensor, scaling: float, value_width: int) -> Tensor:
     target = indices.new_empty(indices.shape, dtype=torch.float32)
     query, keys, indices = query.contiguous(), keys.contiguous(), indices.contiguous()
     if target.numel():
         (rows, _), sizes, shared = _shared(query, keys, indices, value_width, FORWARD)
         with torch.cuda.device_of(query):
             target_kernel[rows, ceil_div(indices.shape[2], shared["K"])](
-                query, keys, indices, log_sums, target, scaling / math.log(2), *sizes, **shared
+                query, keys, indices, norms, target, scaling / math.log(2), *sizes, **shared
             )
     return target
 
@@ -193,11 +193,12 @@ def _shared(
 
 
 def _results(query: Tensor, keys: Tensor, indices: Tensor, scaling: float, value_width: int) -> tuple[Tensor, Tensor]:
-    return query.new_empty(*query.shape[:3], value_width), query.new_empty(query.shape[:3], dtype=torch.float32)
+    """The output ``[B, T, H, V]``, and for each query and head its highest logit and its sum ``[2, B, T, H]``."""
+    return query.new_empty(*query.shape[:3], value_width), query.new_empty(2, *query.shape[:3], dtype=torch.float32)
 
 
 def _gradients_like(
-    doutput: Tensor, output: Tensor, log_sums: Tensor, query: Tensor, keys: Tensor, *others: object
+    doutput: Tensor, output: Tensor, norms: Tensor, query: Tensor, keys: Tensor, *others: object
 ) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), keys.new_empty(keys.shape)
 
@@ -208,7 +209,7 @@ for _name, _implementation, _fake in (
     (
         "dsa_attention_target",
         _target,
-        lambda log_sums, query, keys, indices, *_: indices.new_empty(indices.shape, dtype=torch.float32),
+        lambda norms, query, keys, indices, *_: indices.new_empty(indices.shape, dtype=torch.float32),
     ),
 ):
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")

@@ -30,6 +30,18 @@ def _store_heads(x, tile_HC, row, head_H, heads, stride, column, width, C: tl.co
 
 
 @triton.jit
+def _load_norms(norms, row, head_H, heads):
+    """A query's highest logits and its sums ``[H]``; weights of heads beyond its own become zeros.
+
+    The logarithm of the sum is not added to the highest: beside a logit of 1e6, float32 would keep four bits of it.
+    """
+    place_H = row * heads + head_H
+    highest_H = tl.load(norms + place_H, mask=head_H < heads, other=float("inf"))
+    sums = norms + tl.num_programs(0).to(tl.int64) * heads
+    return highest_H, tl.load(sums + place_H, mask=head_H < heads, other=1.0)
+
+
+@triton.jit
 def _chosen(indices, row, top_k, start, stride, K: tl.constexpr):
     """Of a tile of the query's keys: which are keys, and where they begin among those of its batch row, in 32 bits."""
     place_K = start + tl.arange(0, K)
@@ -50,7 +62,7 @@ def forward_kernel(
     keys,
     indices,
     output,
-    log_sums,
+    norms,
     scaling,
     queries,
     count,
@@ -64,7 +76,7 @@ def forward_kernel(
     R: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``scaling`` is for powers of two, in which ``log_sums`` is too; it is ``inf`` for a query without keys."""
+    """``scaling`` is for powers of two, in which the highest logit is too; that is ``inf`` for a query without keys."""
     row = tl.program_id(0).to(tl.int64)
     head_H = tl.program_id(1) * H + tl.arange(0, H)
     keys += row // queries * count * width
@@ -88,10 +100,12 @@ def forward_kernel(
         output_HV = tl.dot(weight_HK.to(key_KV.dtype), key_KV, output_HV * shrink_H[:, None], input_precision=PRECISION)
         highest_H = further_H
     is_empty_H = sum_H == 0.0
-    output_HV = output_HV / tl.where(is_empty_H, 1.0, sum_H)[:, None]
-    _store_heads(output, output_HV, row, head_H, heads, value_width, 0, value_width, V)
-    log_sum_H = tl.where(is_empty_H, float("inf"), highest_H + tl.log2(tl.where(is_empty_H, 1.0, sum_H)))
-    tl.store(log_sums + row * heads + head_H, log_sum_H, mask=head_H < heads)
+    sum_H = tl.where(is_empty_H, 1.0, sum_H)
+    _store_heads(output, output_HV / sum_H[:, None], row, head_H, heads, value_width, 0, value_width, V)
+    highest_H = tl.where(is_empty_H, float("inf"), highest_H)
+    place_H = row * heads + head_H
+    tl.store(norms + place_H, highest_H, mask=head_H < heads)
+    tl.store(norms + tl.num_programs(0).to(tl.int64) * heads + place_H, sum_H, mask=head_H < heads)
 
 
 @triton.jit
@@ -99,7 +113,7 @@ def target_kernel(
     query,
     keys,
     indices,
-    log_sums,
+    norms,
     target,
     scaling,
     queries,
@@ -125,10 +139,10 @@ def target_kernel(
         head_H = first + tl.arange(0, H)
         query_HV = _load_heads(query, row, head_H, heads, width, 0, value_width, V)
         query_HR = _load_heads(query, row, head_H, heads, width, value_width, width - value_width, R)
-        log_sum_H = tl.load(log_sums + row * heads + head_H, mask=head_H < heads, other=float("inf"))
+        highest_H, sum_H = _load_norms(norms, row, head_H, heads)
         logit_HK = tl.dot(query_HV, tl.trans(key_KV), input_precision=PRECISION)
         logit_HK = tl.dot(query_HR, tl.trans(key_KR), logit_HK, input_precision=PRECISION) * scaling
-        sum_K += tl.sum(tl.exp2(logit_HK - log_sum_H[:, None]), 0)
+        sum_K += tl.sum(tl.exp2(logit_HK - highest_H[:, None]) / sum_H[:, None], 0)
     place_K = start + tl.arange(0, K)
     tl.store(target + row * top_k + place_K, tl.where(is_key_K, sum_K / heads, 0.0), mask=place_K < top_k)
 
@@ -139,7 +153,7 @@ def gradients_kernel(
     keys,
     indices,
     output,
-    log_sums,
+    norms,
     doutput,
     dquery,
     dkeys,
@@ -167,7 +181,7 @@ def gradients_kernel(
     upstream_HV = _load_heads(doutput, row, head_H, heads, value_width, 0, value_width, V)
     output_HV = _load_heads(output, row, head_H, heads, value_width, 0, value_width, V)
     mean_H = tl.sum(upstream_HV.to(tl.float32) * output_HV.to(tl.float32), 1)
-    log_sum_H = tl.load(log_sums + row * heads + head_H, mask=head_H < heads, other=float("inf"))
+    highest_H, sum_H = _load_norms(norms, row, head_H, heads)
     dquery_HV = tl.zeros([H, V], dtype=tl.float32)
     dquery_HR = tl.zeros([H, R], dtype=tl.float32)
     column_V, column_R = tl.arange(0, V), tl.arange(0, R)
@@ -178,7 +192,7 @@ def gradients_kernel(
         logit_HK = tl.dot(query_HV, tl.trans(key_KV), input_precision=PRECISION)
         logit_HK = tl.dot(query_HR, tl.trans(key_KR), logit_HK, input_precision=PRECISION) * by_two
         is_key_HK = is_key_K[None, :] & (head_H < heads)[:, None]
-        weight_HK = tl.where(is_key_HK, tl.exp2(logit_HK - log_sum_H[:, None]), 0.0)
+        weight_HK = tl.where(is_key_HK, tl.exp2(logit_HK - highest_H[:, None]) / sum_H[:, None], 0.0)
         dweight_HK = tl.dot(upstream_HV, tl.trans(key_KV), input_precision=PRECISION)
         dlogit_HK = tl.where(is_key_HK, weight_HK * (dweight_HK - mean_H[:, None]) * scaling, 0.0)
         rounded_HK = dlogit_HK.to(key_KV.dtype)
