@@ -117,8 +117,11 @@ def _in_tiles(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _prove_torchs(module: nn.Module) -> Proof:
     with probe.seeded():
-        linear = nn.Linear(*_SMALL, bias=module.bias is not None)
-        x = probe.random(_TOKENS, _SMALL[0]).requires_grad_()
+        linear: Any = probe.bare_copy(module)
+        linear._parameters["weight"] = nn.Parameter(probe.random(*_SMALL))
+        if module.bias is not None:
+            linear._parameters["bias"] = nn.Parameter(probe.random(_SMALL[0]))
+        x = probe.random(_TOKENS, _SMALL[1]).requires_grad_()
         wanted = CONTRACTS["standard"].reference(x, linear.weight, linear.bias)
         if miss := probe.miss(type(module).forward(linear, x), wanted, [x, linear.weight]):
             return Proof(None, f"torch's linear misses standard by {miss:.1%}")
