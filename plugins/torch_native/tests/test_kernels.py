@@ -22,6 +22,7 @@ from veomni_torch.plugin import veomni_kernels
 
 SPECS = veomni_kernels()
 CASES = [pytest.param(spec, dtype, id=f"{spec}-{dtype}") for spec in SPECS for dtype in spec.dtypes]
+ON_A_GPU = [each for each in CASES if each.values[0].name != "fixed_order"]
 
 
 @pytest.mark.thorough(one_per=["spec"])
@@ -31,7 +32,7 @@ def test_conformance(spec, dtype, every_form):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("spec, dtype", CASES)
+@pytest.mark.parametrize("spec, dtype", ON_A_GPU)
 def test_conformance_on_a_gpu(spec, dtype):
     check_kernel(spec, "cuda", dtype).raise_if_failed()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -383,27 +383,24 @@ def alike(sample: Sample, features: Collection[str]) -> Iterator[Alike]:
         for ((a, b), (c, d)), number in zip(zip(*map(pairwise, bounds), strict=True), range(99), strict=False):
             if b - a == d - c > 0:
                 alone = call(query[:, :, a:b], key[:, :, c:d], value[:, :, c:d])
-                parts = (lambda y, a=a, b=b: y[:, a:b], lambda y: y)
-                yield Alike(f"where packed sequence {number} is alone", (sample, alone), parts)
+                yield Alike(f"where packed sequence {number} is alone", (sample, alone), (_at(a, b), _at()))
         return
     for row in {0, len(query) - 1} if len(query) > 1 else ():
         own = None if mask is None else mask[row % len(mask), None]
         alone = call(query[row, None], key[row, None], value[row, None], own)
-        parts = (lambda y, row=row: y[row, None], lambda y: y)
-        yield Alike(f"where sequence {row} is alone", (sample, alone), parts)
+        yield Alike(f"where sequence {row} is alone", (sample, alone), (_at(row=row), _at()))
     causal = module.is_causal if options.get("is_causal") is None else options["is_causal"]
     length = query.shape[2]
     if mask is not None or not causal or key.shape[2] != length:
         return
     for at in dict.fromkeys((0, length // 2, length - 1)):
         decoded = call(query[:, :, at, None], key[:, :, : at + 1], value[:, :, : at + 1])
-        parts = (lambda y, at=at: y[:, at, None], lambda y: y)
-        yield Alike(f"where query {at} is decoded", (sample, decoded), parts)
+        yield Alike(f"where query {at} is decoded", (sample, decoded), (_at(at, at + 1), _at()))
 
     def behind(each: Tensor) -> Tensor:
         return torch.cat((each[:, :, :1].expand(-1, -1, _BEFORE, -1) * 3, each), dim=2)
 
-    longer, parts = tuple(map(behind, (query, key, value))), (lambda y: y, lambda y: y[:, _BEFORE:])
+    longer, parts = (behind(query), behind(key), behind(value)), (_at(), _at(_BEFORE))
     if "packed" in features and len(query) == 1:
         packed = _packed(torch.tensor([_BEFORE, length], device=query.device))
         yield Alike("where it is packed behind another", (sample, call(*longer, **packed)), parts)
@@ -413,3 +410,8 @@ def alike(sample: Sample, features: Collection[str]) -> Iterator[Alike]:
         seen = (ahead >= 0) & (places >= _BEFORE) & (ahead < (options.get("sliding_window") or len(places)))
         padded = call(*longer, seen.expand(len(query), 1, -1, -1))
         yield Alike("where it is padded on the left", (sample, padded), parts)
+
+
+def _at(first: int = 0, after: int | None = None, row: int | None = None) -> Callable[[Tensor], Tensor]:
+    """Picks positions, and a sequence, out of an output ``[B, S, H, D]``."""
+    return lambda y: y[slice(None) if row is None else slice(row, row + 1), first:after]

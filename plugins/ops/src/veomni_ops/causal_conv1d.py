@@ -230,8 +230,8 @@ def _alike(sample: Sample, features: Collection[str]) -> Iterator[Alike]:
     if numbers is None and x.numel():
         before = x.detach()[..., :cut].flip(-1)
         packed = torch.cat((torch.zeros(len(x), cut), torch.ones(len(x), length)), dim=1).int().to(x.device)
-        both = torch.cat((before, x.detach()), dim=-1)
-        both = replace(sample, args=(both, *others), kwargs={**options, "seq_idx": packed})
+        joined = torch.cat((before, x.detach()), dim=-1)
+        both = replace(sample, args=(joined, *others), kwargs={**options, "seq_idx": packed})
         yield Alike("where it is packed behind another", (sample, both), (lambda y: y, lambda y: y[..., cut:]))
 
 

@@ -7,7 +7,7 @@ where it arises.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -92,12 +92,12 @@ def check_parity(
         raise ValueError(f"input_ids is {list(ids.shape)}; give at least two sequences of two tokens [B, T]")
     with random_states_kept():
         with _mode(model, True):
-            wanted = _run(model, _successors(ids), input_ids=ids)
+            wanted = _run(model, _successors(ids), {"input_ids": ids})
         with _mode(model, False), torch.no_grad():
             found = [_compared(model, name, wanted, run) for name, run in _layouts(model, ids)]
     if own is not None:
         with _mode(own, False), torch.no_grad(), random_states_kept():
-            found.append(_compared(own, OWN, wanted, lambda: _run(own, _successors(ids), input_ids=ids)))
+            found.append(_compared(own, OWN, wanted, lambda: _run(own, _successors(ids), {"input_ids": ids})))
     return tuple(found)
 
 
@@ -107,9 +107,9 @@ _Run = tuple[Tensor, Outputs]  # log-probabilities [B, T], and by module outputs
 def _layouts(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[str, Callable[[], _Run]]]:
     labels, (batch, length) = _successors(ids), ids.shape
     rows = list(zip(ids.split(1), labels.split(1), strict=True))
-    yield "each sequence alone", lambda: _joined([_run(model, wanted, input_ids=row) for row, wanted in rows], 0)
+    yield "each sequence alone", lambda: _joined([_run(model, wanted, {"input_ids": row}) for row, wanted in rows], 0)
     many, theirs = ids.repeat(_LARGER, 1), labels.repeat(_LARGER, 1)
-    yield f"in a batch of {len(many)}", lambda: _cut(_run(model, theirs, input_ids=many), lambda x: x[-batch:])
+    yield f"in a batch of {len(many)}", lambda: _cut(_run(model, theirs, {"input_ids": many}), lambda x: x[-batch:])
     has_positions = "position_ids" in inspect.signature(model.forward).parameters
     for side, before in (("left", _PADDING), ("right", 0)):
         yield f"padded on the {side}", partial(_padded, model, ids, labels, before, has_positions)
@@ -117,7 +117,7 @@ def _layouts(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[str, Callabl
         places = torch.arange(length, device=ids.device).repeat(batch)[None]
         flat = {"input_ids": ids.reshape(1, -1), "position_ids": places}
         apart: Part = lambda x: x.reshape(batch, length, *x.shape[2:])  # noqa: E731
-        yield "packed", lambda: _cut(_run(model, labels.reshape(1, -1), **flat), apart)
+        yield "packed", lambda: _cut(_run(model, labels.reshape(1, -1), flat), apart)
     yield "token by token, with a cache", lambda: _decoded(model, ids, labels)
 
 
@@ -127,7 +127,7 @@ def _padded(model: PreTrainedModel, ids: Tensor, labels: Tensor, before: int, ha
     inputs = {"input_ids": F.pad(ids, around), "attention_mask": mask}
     if has_positions:
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
-    whole = _run(model, F.pad(labels, around, value=IGNORED), **inputs)
+    whole = _run(model, F.pad(labels, around, value=IGNORED), inputs)
     return _cut(whole, lambda x: x[:, before : before + ids.shape[1]])
 
 
@@ -135,12 +135,12 @@ def _decoded(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> _Run:
     cache, steps = None, []
     for now, wanted in zip(ids.split(1, dim=1), labels.split(1, dim=1), strict=True):
         outputs: list[Any] = []
-        steps.append(_run(model, wanted, outputs, input_ids=now, past_key_values=cache, use_cache=True))
+        steps.append(_run(model, wanted, {"input_ids": now, "past_key_values": cache, "use_cache": True}, outputs))
         cache = outputs[0].past_key_values
     return _joined(steps, 1)
 
 
-def _run(model: PreTrainedModel, labels: Tensor, results: list[Any] | None = None, **inputs: Any) -> _Run:
+def _run(model: PreTrainedModel, labels: Tensor, inputs: Mapping[str, Any], results: list[Any] | None = None) -> _Run:
     found: Outputs = {}
     batch, length = labels.shape
     paths = {module: path for path, module in model.named_modules()}
@@ -153,7 +153,7 @@ def _run(model: PreTrainedModel, labels: Tensor, results: list[Any] | None = Non
                 elif value.shape[0] == batch * length:  # as of experts
                     found[paths[module]] = value.detach().unflatten(0, (batch, length))
 
-    inputs.setdefault("use_cache", False)
+    inputs = {"use_cache": False, **inputs}
     with after_each_module(model, record):
         scores = score(lambda: model(**inputs), labels, temperature=1.0, ignore_index=IGNORED, outputs=(LOGPROBS,))
     if results is not None:

@@ -8,6 +8,7 @@ bits where a thread's elements end.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -116,8 +117,11 @@ def _in_tiles(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _prove_torchs(module: nn.Module) -> Proof:
     with probe.seeded():
-        linear = nn.Linear(*_SMALL, bias=module.bias is not None)
-        x = probe.random(_TOKENS, _SMALL[0]).requires_grad_()
+        linear: Any = probe.bare_copy(module)
+        linear._parameters["weight"] = nn.Parameter(probe.random(*_SMALL))
+        if module.bias is not None:
+            linear._parameters["bias"] = nn.Parameter(probe.random(_SMALL[0]))
+        x = probe.random(_TOKENS, _SMALL[1]).requires_grad_()
         wanted = CONTRACTS["standard"].reference(x, linear.weight, linear.bias)
         if miss := probe.miss(type(module).forward(linear, x), wanted, [x, linear.weight]):
             return Proof(None, f"torch's linear misses standard by {miss:.1%}")
@@ -139,23 +143,25 @@ def _prove_own(module: nn.Module) -> Proof:
         for kind, tensors in (("_parameters", module._parameters), ("_buffers", module._buffers)):
             drawn = {n: None if t is None else probe.random(*t.shape) for n, t in tensors.items()}
             vars(twin)[kind].update({n: None if t is None else nn.Parameter(t) for n, t in drawn.items()})
-        x = probe.random(_TOKENS, module.weight.shape[1])  # type: ignore[index, union-attr]
-        own, why_not = probe.attempt(lambda: type(module).forward(twin, x))
+        weight: Any = module.weight
+        x = probe.random(_TOKENS, weight.shape[1])
+        forward, by_rows = type(module).forward, _in_tiles(type(module).forward)
+        own, why_not = probe.attempt(lambda: forward(twin, x))
         cloned, why_not_cloned = probe.attempt(lambda: _cloned(module, reference)(twin, x))
-        by_rows, in_tiles = _in_tiles(type(module).forward), (x, x[None])
-        tiled = [
-            probe.attempt(lambda each=each: (type(module).forward(twin, each), by_rows(twin, each)))
-            for each in in_tiles
-        ]
+        tiled = [probe.attempt(partial(_both, forward, by_rows, twin, each)) for each in (x, x[None])]
     if why_not or why_not_cloned:
         return Proof(None, f"it raised when it was run alone: {why_not or why_not_cloned}", examined=False)
-    if calls != [module.weight.shape]:  # type: ignore[union-attr]
+    if calls != [weight.shape]:
         return Proof(None, f"it multiplies {len(calls)} times, expected once, by its weight")
     pairs = zip(_tensors(own), _tensors(cloned), strict=True)
     if not all(a.equal(b) for a, b in pairs):
         return Proof(None, "with its product in the reference's place it gives other values")
     evidence = "its own code, with the reference as its only product, gave its values"
     return Proof("standard", evidence, {"by_rows": all(not why and _close(*both) for both, why in tiled)})
+
+
+def _both(one: Callable[..., Any], other: Callable[..., Any], twin: nn.Module, x: Tensor) -> tuple[Any, Any]:
+    return one(twin, x), other(twin, x)
 
 
 def _close(a: Any, b: Any) -> bool:
