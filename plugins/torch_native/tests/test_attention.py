@@ -98,4 +98,4 @@ def test_auto_leaves_attention_that_chooses_its_keys_to_the_model():
     (attention,) = (op for op in plan_sites(find_sites(model, registry), ops).ops if op.op_name == "attention")
     (site,) = attention.sites
     assert site.kernel == "eager"
-    assert site.reason == "sdpa does not compute chosen_keys, which this site needs"
+    assert "sdpa does not compute chosen_keys, which this site needs" in site.reason
