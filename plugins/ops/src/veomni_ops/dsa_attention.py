@@ -278,5 +278,8 @@ CONTRACTS = {
         gradients=GRADIENTS,
         beyond_a_tile=_beyond_a_tile,
         large=_large,
+        # Keys, which a norm gives, are values too: the rounding of their products counts by the factor's cube. By
+        # FlashAttention's backward float32 is off by 2e-5 at 10, 2e-3 at 100 and 0.3 at 1000.
+        large_factor=1e1,
     ),
 }

@@ -24,7 +24,7 @@ def _in_fixed_order(
         factory=f"veomni_torch.{factory}",
         hardware=HardwareRequirement("cpu"),
         description="batch-invariant: a row's bits depend on that row alone",
-        preference=5,
+        preference=0,
         features=features,
         mask=mask,
         batch_invariant=True,
