@@ -42,6 +42,7 @@ from veomni_torch import dsa_indexer as torch_indexer
 from veomni_triton import dsa_attention as triton_attention
 from veomni_triton import dsa_indexer as triton_indexer
 
+TITLE = "Sparse attention at DeepSeek-V3.2's widths, bf16"
 ATTENTION = {"triton": triton_attention.standard, "torch": torch_attention.standard}
 INDEXER = {"triton": triton_indexer.standard, "torch": torch_indexer.standard}
 ALLOWED = 1e-2  # share of the norm, as the contract allows for bfloat16's gradients
@@ -196,7 +197,8 @@ def write(output: Path | None, data: dict[str, Any]) -> None:
 
 def compare(shape: Shape, only: list[str], output: Path | None, device: str) -> None:
     """Check and time everything; what one raises keeps out nothing else."""
-    data: dict[str, Any] = {"machine": machine(), "shape": asdict(shape), "off": {}, "raised": {}, "figures": []}
+    data: dict[str, Any] = {"title": TITLE, "script": "benchmarks/dsa/triton_dsa.py", "machine": machine()}
+    data |= {"shape": asdict(shape), "off": {}, "raised": {}, "figures": []}
 
     def attempt(what: str, name: str, call: Callable[[], Any]) -> None:
         try:
@@ -221,7 +223,7 @@ def compare(shape: Shape, only: list[str], output: Path | None, device: str) -> 
     if not only or "dense" in only:
         for name in ("sdpa", "FA3"):
             attempt("dense attention", name, partial(measured_dense, name, shape, device))
-    print("\n".join(data["table"]))
+    print("\n".join(data.get("table", ())))
     wrong = {n: off for n, off in data["off"].items() if off.pop("other choices") or max(off.values()) > ALLOWED}
     print(f"wrong: {wrong or 'none'}; raised: {data['raised'] or 'none'}")
 

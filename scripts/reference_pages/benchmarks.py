@@ -200,6 +200,13 @@ TABLES: dict[str, dict[str, Table]] = {
             _LIGER,
         ),
     },
+    "dsa": {
+        "gpu": Table(
+            {"H100": ("dsa_h100",)},
+            ("what", "kernel"),
+            ("forward ms", "forward+backward ms (20 to 80 %) -> both ms", "TFLOP/s", "peak MiB"),
+        ),
+    },
     "load_balancing_loss": {
         "gpu": Table(
             _gpus("triton_load_balancing_loss"),
