@@ -20,6 +20,7 @@ GPU_DEFAULTS = {
     "chunk_gated_delta_rule": "eager",
     "cross_entropy_loss": "liger_kernel",
     "kda": "eager",
+    "linear": "eager",
     "load_balancing_loss": "triton",
     "mamba2_scan": "eager",
     "dsa_indexer": "eager",
@@ -33,6 +34,7 @@ GPU_DEFAULTS = {
     "token_dispatch": "eager",
     "token_logprobs": "eager",
 }
+ON_REQUEST = ("linear", "token_logprobs")
 # As they stand in VeOmni's own guides.
 GUIDE_YAMLS = [
     "attn_implementation: flash_attention_2    # default",
@@ -116,7 +118,7 @@ def test_without_a_preset_what_is_not_written_is_auto():
     assert config.preset == "auto"
     assert config.choices["moe_experts"].names == ("fused_triton",)
     filled = {op: choice.asked for op, choice in config.choices.items() if not choice.written}
-    assert filled.pop("token_logprobs") == "eager"  # on request
+    assert {filled.pop(name) for name in ON_REQUEST} == {"eager"}
     assert set(filled.values()) == {"auto"}
     assert config == OpsConfig.from_dict({"preset": "auto", "moe_implementation": "fused_triton"})
 
@@ -148,10 +150,9 @@ def test_a_job_for_veomni_without_a_preset_is_told_which_line_to_write(fields, r
     (said,) = [str(warning.message) for warning in recwarn if "preset" in str(warning.message)]
     assert said.startswith("ops_implementation names no preset, so the fields that it leaves out are auto: ")
     assert said.endswith("Write `preset: auto` to keep that, or `preset: gpu` for VeOmni's own defaults")
-    left_out = [
-        choice for choice in config.choices.values() if not choice.written and choice.op_name != "token_logprobs"
-    ]
-    assert all(choice.config_field in said for choice in left_out) and "token_logprobs" not in said
+    left_out = [choice for choice in config.choices.values() if not choice.written and choice.op_name not in ON_REQUEST]
+    assert all(choice.config_field in said for choice in left_out)
+    assert not any(f"{name}_implementation" in said for name in ON_REQUEST)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ class Processor:
     def __init__(self, made):
         self._made = made
         self.loaded = SimpleNamespace(model_input_names=TAKEN)
+        self.gives_positions = False
 
     def inputs(self, texts, media, **options):
         return {name: self._made[name] for name in TAKEN}
@@ -29,8 +30,8 @@ def batches(model, metadata):
     made = media_batch(model)
     ids = made["input_ids"][0]
     chat = SimpleNamespace(text="", origin="rows.jsonl, row 1", decoded=lambda processor: [])
-    batcher = MediaBatcher(Batcher(0), Processor(made), metadata)
-    pictures = batcher([{"input_ids": ids, "labels": ids, CHAT: chat}])
+    batcher = MediaBatcher(Batcher(0), Processor(made), metadata=metadata)
+    pictures = batcher([{"input_ids": ids, "labels": ids, CHAT: [(slice(0, len(ids)), chat)]}])
     words = torch.arange(3, 9)
     return pictures, batcher([{"input_ids": words, "labels": words}])
 

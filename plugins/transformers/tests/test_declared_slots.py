@@ -78,7 +78,8 @@ class ByMethod(nn.Module):
 
 def test_slots_of_a_class_body_bind_per_instance():
     one, two, eager = stack(), stack(), stack()
-    assert [(site.path, site.variant) for site in find_sites(one, REGISTRY)] == [("0", "standard"), ("2", "standard")]
+    slots = [(site.path, site.variant) for site in find_sites(one, REGISTRY) if site.op_name == "rms_norm"]
+    assert slots == [("0", "standard"), ("2", "standard")]
     bind(one, ask("one"), registry=REGISTRY)
     binding = bind(two, ask("two"), registry=REGISTRY)
     for model in (eager, one, two):

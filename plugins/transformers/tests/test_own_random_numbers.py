@@ -74,7 +74,8 @@ DRAW = {
 def test_modules_that_draw_are_refused_and_draw_numbers_of_their_own(name):
     model, before = nn.Sequential(DRAW[name](), PlainRMSNorm()), states()
     with Draws() as draws:
-        drawing, plain = sorted(find_sites(model, REGISTRY), key=lambda site: site.path)
+        sites = [site for site in find_sites(model, REGISTRY) if site.op_name != "linear"]
+    drawing, plain = sorted(sites, key=lambda site: site.path)
     assert drawing.variant is None and plain.variant is not None
     assert not draws.seen and states() == before
 
