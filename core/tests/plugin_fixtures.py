@@ -145,7 +145,6 @@ def veomni(tmp_path: Path) -> Callable[..., str]:
             done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=tmp_path)
         assert done.returncode == code, done.stdout + done.stderr
         assert "Traceback" not in done.stderr
-        answered = code == 0 or ("--json" in words and done.stdout)
-        return done.stdout if answered else done.stdout + done.stderr
+        return done.stdout if code == 0 else done.stdout + done.stderr
 
     return run

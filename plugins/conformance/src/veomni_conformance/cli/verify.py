@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -151,7 +152,7 @@ def verify(
     if not (slow or kernel or compile_for):
         cases = [(owner, _unless_slow(case)) for owner, case in cases]
     checks = Checks(where, jobs, timeout, launch, compiles=compile_for is not None)
-    rows = _results(cases, checks, jobs if compile_for is None else 1)
+    rows = _results(cases, checks, jobs if compile_for is None else 1, json)
     if compile_for is None:
         rows = [as_expected(row, case.spec, hardware) for row, (_, case) in zip(rows, cases, strict=True)]
         passed: list[Certificate] = []
@@ -220,7 +221,9 @@ def _unless_slow(case: KernelCase) -> KernelCase:
     return case if case.skip or not why else replace(case, skip=f"slow to check, --slow checks it too: {why}")
 
 
-def _results(cases: Sequence[tuple[PluginRecord, KernelCase]], checks: Checks, most_parts: int) -> list[Row]:
+def _results(
+    cases: Sequence[tuple[PluginRecord, KernelCase]], checks: Checks, most_parts: int, json: bool
+) -> list[Row]:
     """A row for each case. A check in parts, of which there are ``most_parts`` at most, has one row."""
     running = [index for index, (_, case) in enumerate(cases) if not case.skip]
     counts = {index: parts_of_check(cases[index][1].spec, most_parts, len(running)) for index in running}
@@ -228,7 +231,7 @@ def _results(cases: Sequence[tuple[PluginRecord, KernelCase]], checks: Checks, m
     asked = [Check(cases[index][0].name, cases[index][1].spec, cases[index][1].dtype, part) for index, part in parts]
     import_once()
     found: dict[int, list[Row]] = {}
-    for (index, _), row in zip(parts, checks.rows(asked, _progress(len(asked))), strict=True):
+    for (index, _), row in zip(parts, checks.rows(asked, _progress(len(asked), json)), strict=True):
         found.setdefault(index, []).append(row)
     return [
         joined(found[index]) if index in found else Row(str(case.spec), case.dtype, SKIPPED, (case.skip,))
@@ -247,15 +250,20 @@ def parts_of_check(spec: KernelSpec, jobs: int, checks: int) -> int:
     return max(1, jobs // checks, jobs // len(spec.dtypes) if spec.slow_check else long)
 
 
-def _progress(total: int) -> Callable[[Row], None]:
-    """Prints each check that is over on standard error: one that is cut off after minutes has said what it found."""
+def _progress(total: int, json: bool) -> Callable[[Row], None]:
+    """Prints each check that is over on a terminal's standard error; of others each that failed, but beside JSON.
+
+    All kernels of a GPU take minutes, and what is cut off has said what it found.
+    """
     ended, one_at_a_time = count(1), Lock()
 
     def show(row: Row) -> None:
         with one_at_a_time:
-            why = "".join(f"; {detail}" for detail in row.detail if row.result in (FAILED, CONTRACT))
+            failed = row.result in (FAILED, CONTRACT)
+            why = f"; {'; '.join(row.detail)}" if failed else ""
             place = f"{next(ended)} of {total}: {row.kernel} {row.dtype}"
-            typer.echo(f"{place}: {row.result} in {row.seconds:.0f} s{why}", err=True)
+            if sys.stderr.isatty() or (failed and not json):
+                typer.echo(f"{place}: {row.result} in {row.seconds:.0f} s{why}", err=True)
 
     return show
 
