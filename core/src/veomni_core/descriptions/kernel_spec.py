@@ -34,7 +34,7 @@ class KernelSpec:
         hardware: what it requires of the machine.
         description: one line for ``veomni list``.
         preference: its rank for ``auto``, which takes the usable kernel with the highest rank. At 0 or below, ``auto``
-            takes it only where ``require`` asks for what it promises.
+            takes it only where ``require`` asks for batch invariance.
         deterministic: promises the same bits on every run.
         backward: promises every gradient of the contract.
         dtypes: the input dtypes that it accepts.

@@ -272,8 +272,8 @@ class Selection:
 
     def _highest(self, place: _Place, usable: list[KernelSpec], against: _Against) -> Verdict:
         """What the kernels' declared preferences say."""
-        for_promises = not {VERIFIED}.issuperset(self.require)
-        preferred = [spec for spec in usable if spec.preference > 0 or for_promises]
+        invariant = "batch_invariant" in self.require
+        preferred = [spec for spec in usable if spec.preference > 0 or invariant]
         if not preferred:
             return Verdict(None, _why_none(place, against, self.hardware), as_asked=False)
         best = min(preferred, key=lambda spec: (-spec.preference, spec.name))

@@ -9,7 +9,11 @@ VEOMNI_PLUGIN_API_VERSION = 1
 # Most fused kernels declare a higher preference, so `auto` takes these where no such kernel can run.
 _PREFERENCE = 10
 _INDEXER_LOSS = KernelOption(
-    "indexer_loss", 0.0, minimum=0, description="weight of the loss that the indexer learns from; 0: it doesn't learn"
+    "indexer_loss",
+    0.0,
+    minimum=0,
+    description="weight of the loss that the indexer learns from, added once a forward, undivided by accumulation; "
+    "0: it doesn't learn",
 )
 
 
@@ -168,7 +172,7 @@ def veomni_kernels() -> list[KernelSpec]:
             variant="standard",
             factory="veomni_torch.dsa_indexer:standard",
             description="the scores of a block of queries at a time",
-            preference=_PREFERENCE,
+            preference=0,  # on request: slower than dense attention so far
         ),
         KernelSpec(
             name="torch",
@@ -176,7 +180,7 @@ def veomni_kernels() -> list[KernelSpec]:
             variant="standard",
             factory="veomni_torch.dsa_attention:made",
             description="gathers the keys of a block of queries at a time, and again in backward; saves its inputs",
-            preference=_PREFERENCE,
+            preference=0,  # on request: slower than dense attention so far
             deterministic=False,  # on a GPU gradients of keys are added in any order
             features=("indexer_loss",),
             options=(_INDEXER_LOSS,),

@@ -17,7 +17,11 @@ _SM90 = HardwareRequirement("cuda", min_compute_capability=90, packages=_TRITON)
 _NEVER_RUN = (Suspicion(_AMD, "it was never run on an AMD GPU", seen=False),)
 _PREFERENCE = 60
 _INDEXER_LOSS = KernelOption(
-    "indexer_loss", 0.0, minimum=0, description="weight of the loss that the indexer learns from; 0: it doesn't learn"
+    "indexer_loss",
+    0.0,
+    minimum=0,
+    description="weight of the loss that the indexer learns from, added once a forward, undivided by accumulation; "
+    "0: it doesn't learn",
 )
 _KEPT_MIB = KernelOption(
     "kept_mib", 512, minimum=0, description="MiB of logits kept for backward, which computes the others again"
@@ -101,7 +105,7 @@ def veomni_kernels() -> list[KernelSpec]:
             hardware=_MATRIX_UNITS,
             suspicions=_NEVER_RUN,
             description="scores on matrix units, of a block of queries at a time; the least chosen one bit by bit",
-            preference=_PREFERENCE,
+            preference=0,  # on request: slower than dense attention so far
         ),
         KernelSpec(
             name="triton",
@@ -111,7 +115,7 @@ def veomni_kernels() -> list[KernelSpec]:
             hardware=_SM90,
             suspicions=_NEVER_RUN,
             description="gathers each query's keys once for many heads, on matrix units",
-            preference=_PREFERENCE,
+            preference=0,  # on request: slower than dense attention so far
             deterministic=False,  # gradients of keys are added by atomics
             features=("indexer_loss",),
             options=(_INDEXER_LOSS,),

@@ -81,8 +81,7 @@ class JobTrainer(ResumingTrainer):
         training = corpus.training
         if isinstance(training, Stream):
             training = training.in_batches(train.batch_size, train.ranks_per_batch)
-        # Under sequence parallelism the model is given the words alone, and cuts positions that it makes itself.
-        metadata = HostMetadata(model) if corpus.processor is not None and train.sp_size == 1 else None
+        metadata = HostMetadata(model) if corpus.processor is not None else None
         return {"data_collator": corpus.batcher(multiple=train.sp_size, metadata=metadata), "train_dataset": training}
 
     def curves(self) -> Row:

@@ -37,7 +37,7 @@ from veomni_trainer.setup.adapter import check_packages, check_validates, with_a
 from veomni_trainer.setup.arguments import training_arguments
 from veomni_trainer.setup.disk_space import check_disk_space
 from veomni_trainer.setup.model import build_model, check_model, conditions, ops_config
-from veomni_trainer.setup.packing import check_packing
+from veomni_trainer.setup.packing import check_packed_media, check_packing
 from veomni_trainer.setup.process_timeout import set_process_timeout
 from veomni_trainer.setup.scoring_models import with_labels
 from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
@@ -116,12 +116,14 @@ def prepare(
     assert binding is not None
     set_process_timeout(job.train.timeout)
     arguments.ddp_find_unused_parameters = may_leave_parameters_unused(model, binding.plan, job.train)
-    if group is not None:
-        apply_ulysses(model, group, overlap=job.train.sp_overlap)
     if job.data.packing:
         if DocumentPositions.suits(model):
             corpus = replace(corpus, positions=DocumentPositions(model))
-        check_packing(model, job.train.batch_size, conditions(job).autocast, group, corpus)
+        check_packed_media(model, corpus, conditions(job).autocast)
+    if group is not None:
+        apply_ulysses(model, group, overlap=job.train.sp_overlap)
+    if job.data.packing:
+        check_packing(model, job.train.batch_size, conditions(job).autocast, group)
     trained = with_adapter(model, job, point.checkpoint) if job.lora else model
     inputs = method_inputs(job, tokenizer, arguments.device) if job.train.method != "pretrain" else None
     check_disk_space(job.train, folder, trained)

@@ -23,7 +23,6 @@ def check_packing(
     batch_size: int,
     autocast: str | None = None,
     group: ProcessGroup | None = None,
-    corpus: Corpus | None = None,
 ) -> None:
     """Run ``model`` on packed documents and on the same documents alone. All ranks must call this together.
 
@@ -32,14 +31,24 @@ def check_packing(
         batch_size: how many packed sequences a batch has.
         autocast: the type that the model trains under.
         group: the ranks that share each sequence.
-        corpus: what is trained on; of documents with media two are compared too, packed and each alone.
 
     Raises:
         ConfigError: the outputs differ; the message names the first module whose output does, or that stays eager.
     """
-    problem = why_documents_mix(model, batch_size, autocast, group)
-    if not problem and corpus is not None and corpus.processor is not None:
-        problem = _why_media_mix(model, corpus, autocast)
+    _refuse(model, why_documents_mix(model, batch_size, autocast, group))
+
+
+def check_packed_media(model: PreTrainedModel, corpus: Corpus, autocast: str | None = None) -> None:
+    """Run ``model``, whole on each rank, on two documents with media: packed, and each alone.
+
+    Raises:
+        ConfigError: as :func:`check_packing`.
+    """
+    if corpus.processor is not None:
+        _refuse(model, _why_media_mix(model, corpus, autocast))
+
+
+def _refuse(model: PreTrainedModel, problem: str) -> None:
     if problem:
         raise ConfigError(
             f"data.packing: {type(model).__name__} {problem}. Write data.packing: false, or choose another kernel for "

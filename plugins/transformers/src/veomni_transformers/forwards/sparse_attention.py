@@ -131,7 +131,9 @@ class _OverLatents:
     def _indexed(
         self, hidden: Tensor, latent_query: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if kwargs.get("past_key_values") is None:  # with a cache there is nothing to learn
+        cache, queries = kwargs.get("past_key_values"), hidden.shape[1]
+        # A training step makes a cache too if nobody turns that off; what it held before was generated.
+        if cache is None or cache.get_seq_length(self.module.layer_idx) <= queries:
             self.indexed = hidden.detach(), latent_query.detach(), position_embeddings
         return self.module.indexer(hidden, latent_query, position_embeddings, *args, **kwargs)
 

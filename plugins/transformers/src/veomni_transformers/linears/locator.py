@@ -8,6 +8,7 @@ bits where a thread's elements end.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from veomni_core.changes.change import Change, ForwardChange, setter_of
 from veomni_core.descriptions.kernel_spec import KernelSpec
@@ -29,6 +31,7 @@ from veomni_transformers.proving.module_locator import ModuleLocator
 from veomni_transformers.proving.proof import Proof
 
 _FUNCTIONAL = "F"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # quantised weights are multiplied otherwise
 _ROWS = 32  # a multiple of what a vector of a CPU holds
 _TOKENS, _SMALL = 11, (37, 23)  # of the linear on which torch's forward is run
 
@@ -73,13 +76,18 @@ class LinearModules(ModuleLocator):
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    # The other class is that of MultiheadAttention's output, whose weight is read and whose forward is never called.
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and not isinstance(module, NonDynamicallyQuantizableLinear)
+    )
 
 
 def _multiplies(module: nn.Module) -> bool:
     """Whether the module's own code names ``F.linear`` and its weight, and has no children that may do so too."""
     weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 2 or module._modules:
+    if weight is None or weight.dim() != 2 or module._modules or weight.dtype not in _DTYPES:
         return False
     layers = [each for each in code_layers(type(module).forward) if each.__globals__.get(_FUNCTIONAL) is F]
     return any({"linear", "weight"} <= {*layer.__code__.co_names} for layer in layers)
@@ -129,9 +137,19 @@ def _prove_torchs(module: nn.Module) -> Proof:
 
 
 def _prove_own(module: nn.Module) -> Proof:
-    """Run the module's own code, and its clone with the reference; and see that the reference was what multiplied."""
+    """Run the module's own code in both modes, and its clone with the reference, which must be what multiplied."""
     if why_not := why_not_clonable(type(module).forward, [_FUNCTIONAL]):
         return Proof(None, why_not)
+    by_rows = []
+    for training in (False, True):
+        proof = _prove_own_once(module, training)
+        if proof.variant is None:
+            return proof
+        by_rows.append(proof.detail["by_rows"])
+    return replace(proof, detail={"by_rows": all(by_rows)})
+
+
+def _prove_own_once(module: nn.Module, training: bool) -> Proof:
     calls = []
 
     def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -140,6 +158,7 @@ def _prove_own(module: nn.Module) -> Proof:
 
     with probe.seeded():
         twin = probe.bare_copy(module)
+        twin.training = training
         for kind, tensors in (("_parameters", module._parameters), ("_buffers", module._buffers)):
             drawn = {n: None if t is None else probe.random(*t.shape) for n, t in tensors.items()}
             vars(twin)[kind].update({n: None if t is None else nn.Parameter(t) for n, t in drawn.items()})

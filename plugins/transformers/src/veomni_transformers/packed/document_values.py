@@ -46,10 +46,8 @@ def why_documents_mix(
     Returns:
         A clause that names the first module whose output differs, or that stays eager; empty if documents stay apart.
     """
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return "takes no position_ids, so it can't know where a document starts"
-    for config in (model.config, model.config.get_text_config()):  # Trainer sets the first alone
-        config.use_cache = False  # transformers sees no boundaries beside a cache
+    if why_not := _why_not_told(model):
+        return why_not
     with _evaluating(model), _under(autocast, model.device):
         try:
             rows = _ROWS[: min(batch_size, len(_ROWS))]
@@ -57,6 +55,15 @@ def why_documents_mix(
         except PackedSequencesError as error:
             problem = str(error)
     return problem and f"can't keep packed documents apart. {problem}"
+
+
+def _why_not_told(model: PreTrainedModel) -> str:
+    """Why ``model`` can't know where a document starts; it can only without a cache, which this turns off."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "takes no position_ids, so it can't know where a document starts"
+    for config in (model.config, model.config.get_text_config()):  # Trainer sets the first alone
+        config.use_cache = False  # transformers sees no boundaries beside a cache
+    return ""
 
 
 def why_media_mix(
@@ -69,7 +76,7 @@ def why_media_mix(
     """Compare as :func:`why_documents_mix` does, for documents with images, video or audio.
 
     Args:
-        model: one that keeps documents of text apart.
+        model: as there.
         packed: its inputs for one sequence in which the documents are packed, on its device.
         alone: its inputs for each document, in the same order.
         media_tokens: the ids that stand for media, for which outputs are compared apart: they are few.
@@ -78,6 +85,8 @@ def why_media_mix(
     Returns:
         A clause that names the first module whose output differs, or what the model raises; empty if they stay apart.
     """
+    if why_not := _why_not_told(model):
+        return why_not
     with _evaluating(model), _under(autocast, model.device):
         try:
             documents = [[each["input_ids"][0] for each in alone]]

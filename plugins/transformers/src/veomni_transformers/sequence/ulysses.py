@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from veomni_core.changes.change import AttributeChange, Change, ForwardChange
 from veomni_core.changes.transformation import Transformation, transformations_reaching
-from veomni_core.errors import BindingError
+from veomni_core.errors import BindingError, ConfigError
 from veomni_core.planning.decisions import SiteDecision
 from veomni_transformers.attention.config_changes import config_changes, interface_of
 from veomni_transformers.attention.interface_names import RegisteredInterface
@@ -115,6 +115,11 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None, *, overla
     if any(isinstance(each, SequenceParallel) for each in transformations_reaching(model)):
         raise BindingError("this model is sequence-parallel already: undo() that first")
     decisions = sites_of(model)
+    if any(each.site.op_name.startswith("dsa_") for each in decisions):
+        raise ConfigError(
+            f"{type(model).__name__} can't run sequence-parallel: its indexer chooses keys, and would see this rank's "
+            "alone"
+        )
     attention = of_text(model, [decision for decision in decisions if decision.site.op_name == "attention"])
     balancing = [decision.site for decision in decisions if decision.site.op_name == "load_balancing_loss"]
     mixers = mixing_sites(decisions, [each.site.path for each in attention])
