@@ -13,6 +13,7 @@ from veomni_core import OpsConfig, find_sites, plan_sites
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import PackedSequencesError
 from veomni_ops.attention import AttentionModule, standard
+from veomni_torch import attention_in_fixed_order
 from veomni_torch.attention import sdpa
 from veomni_torch.plugin import veomni_kernels
 
@@ -99,3 +100,15 @@ def test_auto_leaves_attention_that_chooses_its_keys_to_the_model():
     (site,) = attention.sites
     assert site.kernel == "eager"
     assert "sdpa does not compute chosen_keys, which this site needs" in site.reason
+
+
+def test_padding_before_more_than_a_block_of_keys_changes_no_bits():
+    """Blocks of keys are counted from the first key that a query sees: a padded sequence is summed as it is alone."""
+    alone = [torch.randn(1, 2, 150, 8) for _ in range(3)]
+    padded = [torch.cat([torch.randn(1, 2, 37, 8), each], dim=2) for each in alone]
+    causal = torch.ones(187, 187, dtype=torch.bool).tril()
+    causal[:, :37] = False
+    module = AttentionModule(1)
+    wanted, _ = attention_in_fixed_order.attention(module, *alone, None)
+    found, _ = attention_in_fixed_order.attention(module, *padded, causal[None, None])
+    assert torch.equal(found[:, 37:], wanted)
