@@ -64,7 +64,7 @@ def discover(environ: Mapping[str, str] | None = None) -> Registry:
         >>> registry = discover({"VEOMNI_PLUGINS": "veomni-torch"})
         >>> registry.plugin("veomni-torch").status
         'loaded'
-        >>> [spec.name for spec in registry.kernels("rms_norm", "standard")]
+        >>> [spec.name for spec in registry.kernels("swiglu_mlp", "standard")]
         ['torch']
         >>> discover({"VEOMNI_PLUGINS": "veomni-tortch"})
         Traceback (most recent call last):

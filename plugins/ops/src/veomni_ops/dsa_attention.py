@@ -81,7 +81,15 @@ def standard(
 def divergence(
     index_query: Tensor, index_key: Tensor, index_weights: Tensor, indices: Tensor, target: Tensor
 ) -> Tensor:
-    """The indexer's loss of each query ``[B, T]``: from ``target[B, T, K]``, 0 where no key is, to its own softmax."""
+    """The indexer's loss of each query ``[B, T]``: from ``target[B, T, K]``, 0 where no key is, to its own softmax.
+
+    Example:
+        >>> ones, indices = torch.ones(1, 1, 1, 2), torch.tensor([[[0, 1]]])  # two keys with the same score
+        >>> same = divergence(ones, torch.ones(1, 2, 2), torch.ones(1, 1, 1), indices, torch.tensor([[[0.5, 0.5]]]))
+        >>> one = divergence(ones, torch.ones(1, 2, 2), torch.ones(1, 1, 1), indices, torch.tensor([[[1.0, 0.0]]]))
+        >>> abs(round(same.item(), 4)), round(one.item(), 4)
+        (0.0, 0.6931)
+    """
     wide = compute_dtype(target)
     is_key = indices >= 0
     products = torch.einsum("btie,btke->btik", index_query.to(wide), gathered(index_key.to(wide), indices)).relu()
@@ -92,14 +100,26 @@ def divergence(
 
 
 def gathered(keys: Tensor, indices: Tensor) -> Tensor:
-    """The rows of ``keys[B, S, D]`` at ``indices[B, T, K]``, as ``[B, T, K, D]``; zeros where an index is -1."""
+    """The rows of ``keys[B, S, D]`` at ``indices[B, T, K]``, as ``[B, T, K, D]``; zeros where an index is -1.
+
+    Example:
+        >>> gathered(torch.tensor([[[1.0], [2.0], [3.0]]]), torch.tensor([[[2, 0], [1, -1]]])).squeeze(-1)
+        tensor([[[3., 1.],
+                 [2., 0.]]])
+    """
     flat = indices.clamp_min(0).long().flatten(1).unsqueeze(-1).expand(-1, -1, keys.shape[-1])
     rows = keys.gather(1, flat).view(*indices.shape, keys.shape[-1])
     return rows.masked_fill((indices < 0).unsqueeze(-1), 0.0)
 
 
 def softmax_of_some(logits: Tensor, counts: Tensor) -> Tensor:
-    """The softmax over the last dimension of those that ``counts``, and zeros elsewhere, also where none does."""
+    """The softmax over the last dimension of those that ``counts``, and zeros elsewhere, also where none does.
+
+    Example:
+        >>> softmax_of_some(torch.zeros(2, 3), torch.tensor([[True, True, False], [False, False, False]]))
+        tensor([[0.5000, 0.5000, 0.0000],
+                [0.0000, 0.0000, 0.0000]])
+    """
     some = counts.any(-1, keepdim=True)
     return logits.masked_fill(~counts & some, -torch.inf).softmax(-1).masked_fill(~counts, 0.0)
 

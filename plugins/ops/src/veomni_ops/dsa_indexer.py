@@ -60,7 +60,13 @@ def standard(query: Tensor, key: Tensor, weights: Tensor, visible: Tensor, top_k
 
 
 def index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
-    """Every query's score of every key ``[B, T, S]``, in float32 (float64 for float64 ``query``)."""
+    """Every query's score of every key ``[B, T, S]``, in float32 (float64 for float64 ``query``).
+
+    Example:
+        >>> query, key = torch.tensor([[[[1.0], [-1.0]]]]), torch.tensor([[[2.0], [-3.0]]])  # two heads, two keys
+        >>> index_scores(query, key, torch.tensor([[[1.0, 10.0]]]))
+        tensor([[[ 2., 30.]]])
+    """
     wide = compute_dtype(query)
     products = torch.einsum("bthd,bsd->bths", query.to(wide), key.to(wide)).relu()
     return torch.einsum("bths,bth->bts", products, weights.to(wide))
