@@ -113,7 +113,6 @@ def veomni_kernels() -> list[KernelSpec]:
             description="shifted products of one tile of positions at a time, and again in backward",
             preference=_PREFERENCE,
             features=("any_width",),
-            batch_invariant=True,
         ),
         KernelSpec(
             name="chunk_loss",
