@@ -228,7 +228,7 @@ def _edges(problems: _Problems) -> Iterator[Sample]:
     def edge(name: str, call: tuple[Any, ...], needs: tuple[str, ...] = (), **options: Any) -> Sample:
         return Sample(name, call, options, needs, values_only=True)
 
-    # With one key a query's gradient is 0, which no kernel meets but by chance: it isn't asked for.
+    # With one key a query's gradient is 0, which no kernel meets but by chance: it isn't compared.
     frozen, *rest = problems.call(1, 1, 4)
     yield edge("one token", (frozen.detach(), *rest))
     yield edge("no queries", problems.call(1, 0, 3, keys=5))

@@ -51,7 +51,7 @@ def attention(
         s_aux: a score per head ``[Hq]``, whose weight is dropped.
 
     Raises:
-        ValueError: dropout, a mask of other than 4 dimensions or with a gradient, or sinks per query are asked for.
+        ValueError: dropout, a mask of other than 4 dimensions or with a gradient, or sinks per query are given.
     """
     refuse("fixed_order", options)
     masked = attention_mask is not None

@@ -190,7 +190,7 @@ class _Table:
 def _expansion(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
     """The matrices ``[H, C, D]`` and ``[H, C, V]`` by which a module makes keys and values of a latent.
 
-    The projection is asked for what it makes of the identity, so that adapters and quantised weights count.
+    The projection is run on the identity, so that adapters and quantised weights count.
     """
     widths = [latents.shape[-1], rotated.shape[-1]]
     identity = torch.eye(sum(widths), dtype=latents.dtype, device=latents.device)[None, None]

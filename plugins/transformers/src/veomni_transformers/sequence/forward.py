@@ -99,7 +99,7 @@ def split_forward(
         running: what the model's functions share.
         by_lengths: whether the attention is varlen: it takes the lengths of packed sequences, and no mask.
         of: the whole model.
-        mixes: whether layers beside attention mix positions, which are told of packed sequences and of padding.
+        mixes: whether layers beside attention mix positions, which then get packed boundaries and padding.
     """
     original = current_forward(decoder)
     names, by_mask = _arguments(original), reads_positions_from_mask(decoder)

@@ -78,7 +78,7 @@ def part_of(inputs: dict[str, Any], whole: WholeSequence, group: ProcessGroup) -
     """This rank's part of the keyword arguments of a decoder, which may be the model itself.
 
     Positions are cut from those of the whole sequence, of one row or of several (``[3, B, S]`` of pictures, or
-    ``[4, B, S]`` with the text's first). ``whole`` is told of padding and of the text's positions.
+    ``[4, B, S]`` with the text's first). ``whole`` gets padding and the text's positions.
 
     Raises:
         ConfigError: it isn't known how to shard one of the inputs along the sequence.

@@ -1,7 +1,7 @@
 """The layers beside attention that mix positions: which of them sequence parallelism computes, and its changes to them.
 
 Those are the mixers in which every function that mixes positions is a bound kernel: a gated delta rule, Kimi's, a scan
-of Mamba 2, or a causal convolution. The model's own code could not be told of the other ranks.
+of Mamba 2, or a causal convolution. The model's own code has no argument for what other ranks hold.
 """
 
 from __future__ import annotations

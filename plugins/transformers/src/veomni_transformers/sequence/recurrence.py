@@ -46,7 +46,7 @@ def by_heads(
         of_heads: the arguments ``[H]``, or ``None``.
 
     Raises:
-        ConfigError: in a call, if a state is given or asked for.
+        ConfigError: in a call, if a state is given or requested.
     """
     names = tuple(inspect.signature(call).parameters)
 
