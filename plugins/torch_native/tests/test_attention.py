@@ -102,6 +102,12 @@ def test_auto_leaves_attention_that_chooses_its_keys_to_the_model():
     assert "sdpa does not compute chosen_keys, which this site needs" in site.reason
 
 
+def test_several_packed_rows_without_a_mask_are_refused_as_one_is():
+    bounds = torch.tensor([0, 4, 9, 13, 18], dtype=torch.int32)
+    with pytest.raises(PackedSequencesError, match="keeps packed sequences apart by a mask alone"):
+        sdpa(AttentionModule(1), *(torch.randn(2, 2, 9, 8) for _ in range(3)), None, cu_seqlens_of_rows=bounds)
+
+
 def test_padding_before_more_than_a_block_of_keys_changes_no_bits():
     """Blocks of keys are counted from the first key that a query sees: a padded sequence is summed as it is alone."""
     alone = [torch.randn(1, 2, 150, 8) for _ in range(3)]

@@ -65,7 +65,8 @@ def sdpa(
     if any(refused.values()):
         asked = " and ".join(what for what, is_asked in refused.items() if is_asked)
         raise ValueError(f"sdpa does not compute {asked}; choose flash_attention_2, 3 or 4, or flex_attention")
-    if not masked and not (cu_seq_lens_q is None and cu_seq_lens_k is None):
+    bounds = (cu_seq_lens_q, cu_seq_lens_k, options.get("cu_seqlens_of_rows"))
+    if not masked and any(each is not None for each in bounds):
         raise PackedSequencesError(
             "sdpa keeps packed sequences apart by a mask alone, and the model gave it none: choose flash_attention_2, "
             "3 or 4, or flex_attention (attn_implementation), or pass each sequence alone"
