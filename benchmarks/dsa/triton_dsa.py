@@ -41,6 +41,7 @@ from veomni_torch import dsa_attention as torch_attention
 from veomni_torch import dsa_indexer as torch_indexer
 from veomni_triton import dsa_attention as triton_attention
 from veomni_triton import dsa_indexer as triton_indexer
+from veomni_triton.dsa_attention import operators
 
 TITLE = "Sparse attention at DeepSeek-V3.2's widths, bf16"
 ATTENTION = {"triton": triton_attention.standard, "torch": torch_attention.standard}
@@ -229,13 +230,14 @@ def compare(shape: Shape, only: list[str], output: Path | None, device: str) -> 
 
 
 def tune(shape: Shape, device: str) -> None:
-    """Time our attention with other launches: of the forward, then of the gradients."""
-    grids = {"FORWARD": ((64, 128), (32, 64), (4, 8), (1, 2)), "GRADIENTS": ((32, 64), (16, 32), (8, 16), (1,))}
-    for what, grid in grids.items():
-        former = getattr(triton_attention, what)
-        for heads, keys, warps, stages in itertools.product(*grid):
-            launch = triton_attention.Launch(heads, keys, warps, stages)
-            setattr(triton_attention, what, launch)
+    """Time our attention with other launches of each of its kernels."""
+    for what in ("WEIGHTS", "OUTPUTS", "LOGIT_GRADIENTS", "QUERY_GRADIENTS", "KEY_GRADIENTS"):
+        former = getattr(operators, what)
+        for heads, keys, columns, warps, stages in itertools.product(
+            *((64, 128), (64, 128, 256), (32, 64, 128, 256), (4, 8), (2, 3))
+        ):
+            launch = operators.Launch(heads, keys, columns, warps, stages)
+            setattr(operators, what, launch)
             try:
                 found = measured_attention("triton", shape, device)
             except Exception as error:  # mostly too much shared memory
@@ -243,7 +245,7 @@ def tune(shape: Shape, device: str) -> None:
                 continue
             times = {name: found[name]["median"] for name in ("forward", "both")}
             print(f"{what} {launch}: {times}", flush=True)
-        setattr(triton_attention, what, former)
+        setattr(operators, what, former)
 
 
 def main() -> None:

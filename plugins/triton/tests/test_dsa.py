@@ -10,6 +10,7 @@ from veomni_ops import dsa_attention as attention
 from veomni_ops import dsa_indexer as indexer
 from veomni_ops.contract import Size
 from veomni_triton import dsa_attention, dsa_indexer
+from veomni_triton.dsa_attention import operators
 from veomni_triton.plugin import veomni_kernels
 
 SPECS = [spec for spec in veomni_kernels() if spec.op_name.startswith("dsa_")]
@@ -35,7 +36,10 @@ def test_no_choice_depends_on_the_blocks_of_queries(monkeypatch, tied, block):
     assert torch.equal(dsa_indexer.standard(*call), indexer.standard(*call))
 
 
-def test_keys_and_queries_get_their_gradients():
+@pytest.mark.parametrize("weights", [1, 1100, 1 << 24], ids=["a query at a time", "some", "all at once"])
+def test_keys_and_queries_get_their_gradients(monkeypatch, weights):
+    for name in ("_WEIGHTS", "_WEIGHTS_BACKWARD"):
+        monkeypatch.setattr(operators, name, weights)
     problems = attention._Problems(torch.device(DEVICE), torch.float32)
     query, keys, *rest = problems.call(2, 7, 20, heads=18, widths=(40, 24), keys=30)  # several tiles of each
     found, wanted = (
@@ -43,6 +47,13 @@ def test_keys_and_queries_get_their_gradients():
         for kernel in (dsa_attention.standard, attention.standard)
     )
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scale_that_is_not_positive_is_refused():
+    problems = attention._Problems(torch.device(DEVICE), torch.float32)
+    query, keys, indices, _, value_width = problems.call(1, 5, 3)
+    with pytest.raises(ValueError, match="takes positive ones; choose torch"):
+        dsa_attention.standard(query, keys, indices, -1.0, value_width)
 
 
 def test_the_indexers_loss_in_blocks_of_queries(monkeypatch):
