@@ -18,7 +18,7 @@ _NAMESPACE = "veomni_triton"
 _LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
 _LIBRARY.define("dsa_indexer(Tensor query, Tensor key, Tensor weights, Tensor visible, int top_k) -> Tensor")
 _SCORES = 1 << 26  # numbers of a block's scores, 256 MiB
-_TILE, _ROW_TILE = 4096, 2048  # numbers that a program reads at a time, and of a row
+_TILE, _ROW_TILE = 2048, 2048  # numbers that a program reads at a time, and of a row
 # Queries and keys of a tile, and warps. Not tuned.
 SIXTEEN_BITS, FLOAT32 = (64, 128, 8), (32, 32, 4)
 _MINUS_INFINITY = 0x007FFFFF  # in the order of the kernel
@@ -54,7 +54,7 @@ def _chosen(query: Tensor, key: Tensor, weights: Tensor, visible: Tensor, top_k:
     visible = visible.view(torch.uint8) if bools else visible
     M, N, warps = FLOAT32 if query.dtype == torch.float32 else SIXTEEN_BITS
     size = min(length, max(M, _SCORES // keys))
-    scores = query.new_empty(size, keys, dtype=torch.float32)
+    scores = query.new_empty(size, keys, dtype=torch.int32)
     with torch.cuda.device_of(query):
         for row in range(batch):
             for first in range(0, length, size):
@@ -80,11 +80,13 @@ def _chosen(query: Tensor, key: Tensor, weights: Tensor, visible: Tensor, top_k:
                 columns = min(_ROW_TILE, power_of_two(keys))
                 highest_kernel[ceil_div(rows, _TILE // columns),](
                     scores,
+                    visible[row, first],
                     found[row, first],
                     rows,
                     keys,
                     top_k,
                     NONE=_MINUS_INFINITY,
+                    BOOLS=bools,
                     R=_TILE // columns,
                     N=columns,
                     num_warps=4,

@@ -29,7 +29,10 @@ def scores_kernel(
     BOOLS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``scores[rows, keys]`` of one batch row's queries from ``first`` on; ``-inf`` where they don't see a key."""
+    """``scores[rows, keys]`` of one batch row's queries from ``first`` on; ``-inf`` where they don't see a key.
+
+    They are written as unsigned integers of the same order, which the search for the highest compares.
+    """
     row_M = tl.program_id(0) * M + tl.arange(0, M)
     key_N = tl.program_id(1) * N + tl.arange(0, N)
     column_D = tl.arange(0, D)
@@ -57,44 +60,60 @@ def scores_kernel(
     bounded_MN = tl.minimum(tl.maximum(sum_MN, -LARGEST), LARGEST)  # so that NaN alone is higher
     sum_MN = tl.where(sum_MN == sum_MN, bounded_MN, float("inf"))
     sum_MN = tl.where(seen_MN, sum_MN, float("-inf"))
+    sum_MN = tl.where(sum_MN == 0.0, 0.0, sum_MN)  # -0.0 is as high as 0.0
+    bits_MN = sum_MN.to(tl.uint32, bitcast=True)
+    ordered_MN = tl.where(bits_MN >> 31 != 0, bits_MN ^ 0xFFFFFFFF, bits_MN | 0x80000000)
     into_MN = scores + row_M.to(tl.int64)[:, None] * keys + key_N[None, :]
-    tl.store(into_MN, sum_MN, mask=is_row_M[:, None] & is_key_N[None, :])
+    tl.store(into_MN, ordered_MN.to(tl.int32, bitcast=True), mask=is_row_M[:, None] & is_key_N[None, :])
 
 
 @triton.jit
 def _ordered(scores, row_R, key_N, rows, keys):
-    """``[R, N]`` scores as unsigned integers of the same order, 0 past the last row and key."""
+    """``[R, N]`` of the scores as unsigned integers, 0 past the last row and key."""
     inside_RN = (row_R < rows)[:, None] & (key_N < keys)[None, :]
     place_RN = scores + row_R.to(tl.int64)[:, None] * keys + key_N[None, :]
-    score_RN = tl.load(place_RN, mask=inside_RN, other=float("-inf"))
-    score_RN = tl.where(score_RN == 0.0, 0.0, score_RN)  # -0.0 is as high as 0.0
-    bits_RN = score_RN.to(tl.uint32, bitcast=True)
-    ordered_RN = tl.where(bits_RN >> 31 != 0, bits_RN ^ 0xFFFFFFFF, bits_RN | 0x80000000)
-    return tl.where(inside_RN, ordered_RN, 0)
+    return tl.load(place_RN, mask=inside_RN, other=0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def highest_kernel(scores, found, rows, keys, top_k, NONE: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
+def highest_kernel(
+    scores, visible, found, rows, keys, top_k, NONE: tl.constexpr, BOOLS: tl.constexpr, R: tl.constexpr, N: tl.constexpr
+):
     """Write the places of each row's ``top_k`` highest scores, rising; of equal ones the first.
 
-    The least of them is found bit by bit, from the highest one on. ``NONE`` is what ``-inf`` is in order. A program has
-    ``R`` rows, and reads ``N`` keys of each at a time.
+    The least of them is found by two bits at a time, from the highest on: of three candidates, how many scores are as
+    high. ``NONE`` is what ``-inf`` is in order. A program has ``R`` rows, and reads ``N`` keys of each at a time, up to
+    the last that one of the rows sees.
     """
     row_R, key_N = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, N)
     found_R1 = found + (row_R.to(tl.int64) * top_k)[:, None]
+    stop = keys
+    if not BOOLS:
+        stop = tl.max(tl.load(visible + 2 * row_R.to(tl.int64) + 1, mask=row_R < rows, other=0), 0)
     least_R = tl.zeros([R], dtype=tl.uint32)
-    for place in range(32):
-        candidate_R = least_R | (tl.full([R], 1, dtype=tl.uint32) << (31 - place))
-        count_R = tl.zeros([R], dtype=tl.int32)
-        for start in range(0, keys, N):
+    higher_R = tl.zeros([R], dtype=tl.int32)  # scores above all that ``least_R`` can become
+    one_R = tl.full([R], 1, dtype=tl.uint32)
+    for step in range(16):
+        third_R = least_R | (one_R << (31 - 2 * step)) | (one_R << (30 - 2 * step))
+        second_R = least_R | (one_R << (31 - 2 * step))
+        first_R = least_R | (one_R << (30 - 2 * step))
+        third_RN = tl.zeros([R, N], dtype=tl.int32)
+        second_RN = tl.zeros([R, N], dtype=tl.int32)
+        first_RN = tl.zeros([R, N], dtype=tl.int32)
+        for start in range(0, stop, N):
             ordered_RN = _ordered(scores, row_R, start + key_N, rows, keys)
-            count_R += tl.sum((ordered_RN >= candidate_R[:, None]).to(tl.int32), 1)
-        least_R = tl.where(count_R >= top_k, candidate_R, least_R)
-    left_R, written_R = tl.zeros([R], dtype=tl.int32) + top_k, tl.zeros([R], dtype=tl.int32)
-    for start in range(0, keys, N):
-        ordered_RN = _ordered(scores, row_R, start + key_N, rows, keys)
-        left_R -= tl.sum((ordered_RN > least_R[:, None]).to(tl.int32), 1)
-    for start in range(0, keys, N):
+            third_RN += (ordered_RN >= third_R[:, None]).to(tl.int32)
+            second_RN += (ordered_RN >= second_R[:, None]).to(tl.int32)
+            first_RN += (ordered_RN >= first_R[:, None]).to(tl.int32)
+        thirds_R, seconds_R, firsts_R = tl.sum(third_RN, 1), tl.sum(second_RN, 1), tl.sum(first_RN, 1)
+        higher_R = tl.where(thirds_R < top_k, thirds_R, higher_R)
+        higher_R = tl.where(seconds_R < top_k, seconds_R, higher_R)
+        higher_R = tl.where(firsts_R < top_k, firsts_R, higher_R)
+        least_R = tl.where(firsts_R >= top_k, first_R, least_R)
+        least_R = tl.where(seconds_R >= top_k, second_R, least_R)
+        least_R = tl.where(thirds_R >= top_k, third_R, least_R)
+    left_R, written_R = top_k - higher_R, tl.zeros([R], dtype=tl.int32)
+    for start in range(0, stop, N):
         ordered_RN = _ordered(scores, row_R, start + key_N, rows, keys)
         seen_RN = ordered_RN > NONE
         equal_RN = ((ordered_RN == least_R[:, None]) & seen_RN).to(tl.int32)
