@@ -318,6 +318,7 @@ TABLES: dict[str, dict[str, Table]] = {
                 "SmolLM3, 8 layers": ("train_step_smollm3_compiled_h100",),
                 "OLMoE, 6 layers": ("train_step_olmoe_compiled_h100",),
                 "EXAONE 4, 12 layers": ("train_step_exaone4_compiled_h100",),
+                "MiniMax-M2, 3 layers": ("train_step_minimax_m2_compiled_h100",),
             },
             (),
             _STEP,

@@ -1,10 +1,12 @@
-"""linear with tiles of one size, each of which sums along the whole width: a row's bits don't depend on the batch.
+"""linear with tiles that each sum along the whole width, in one order: a row's bits don't depend on the batch.
 
-Backward is torch's products, which give the same bits in each run.
+Matrix units add 16 columns at a time to what they have, in tiles of any size; so few rows may have other tiles than
+many. Backward is torch's products, which give the same bits in each run.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +16,25 @@ from torch import Tensor
 from torch.autograd import Function
 
 from veomni_core.kernels import first_derivatives_only, product_operands, without_autocast
+from veomni_triton.gpu import gpu_of
 from veomni_triton.sizes import ceil_div
 
-ROWS, COLUMNS, STEP, NUM_WARPS = 64, 64, 32, 4  # of every tile; not tuned
+
+@dataclass(frozen=True)
+class Launch:
+    """Rows and columns of a tile, the columns that it sums at a time, warps, and the depth of the loop's pipeline."""
+
+    rows: int
+    columns: int
+    step: int
+    warps: int
+    stages: int
+
+
+# Up to so many rows: tiles that leave no multiprocessor idle. `benchmarks/linear/triton_linear.py --tune`.
+LAUNCHES = {64: Launch(64, 32, 128, 4, 4), 1024: Launch(64, 128, 64, 4, 4)}
+MANY, MANY_BYTES = Launch(128, 256, 64, 8, 3), 144 << 10  # of shared memory, which GPUs for graphics don't have
+SMALL = Launch(64, 64, 32, 4, 2)
 
 
 def standard(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -54,8 +72,9 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     bias = None if bias is None else bias.contiguous()
     result = rows.new_empty(count, outputs)
     if result.numel():
+        tile = launch_for(rows)
         with torch.cuda.device_of(rows):
-            _product[ceil_div(count, ROWS) * ceil_div(outputs, COLUMNS),](
+            _product[ceil_div(count, tile.rows) * ceil_div(outputs, tile.columns),](
                 rows,
                 weight,
                 bias,
@@ -65,12 +84,20 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
                 width,
                 *rows.stride(),
                 *weight.stride(),
-                ROWS=ROWS,
-                COLUMNS=COLUMNS,
-                STEP=STEP,
-                num_warps=NUM_WARPS,
+                ROWS=tile.rows,
+                COLUMNS=tile.columns,
+                STEP=tile.step,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
             )
     return result
+
+
+def launch_for(rows: Tensor) -> Launch:
+    """The tiles for so many rows."""
+    if rows.dtype == torch.float32 or gpu_of(rows.device).shared_bytes < MANY_BYTES:
+        return SMALL
+    return next((launch for most, launch in LAUNCHES.items() if len(rows) <= most), MANY)
 
 
 # N rows of width A, B outputs. The number of rows is the batch's: specialised, it would compile the kernel anew.
@@ -91,9 +118,16 @@ def _product(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    n_tiles = tl.cdiv(outputs, COLUMNS)
-    row = (tl.program_id(0) // n_tiles) * ROWS + tl.arange(0, ROWS).to(tl.int64)  # [ROWS]
-    column = (tl.program_id(0) % n_tiles) * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)  # [COLUMNS]
+    # Eight tiles of rows take turns, so that those which run together share weights in the cache.
+    row_tile, column_tile = tl.swizzle2d(
+        tl.program_id(0) // tl.cdiv(outputs, COLUMNS),
+        tl.program_id(0) % tl.cdiv(outputs, COLUMNS),
+        tl.cdiv(count, ROWS),
+        tl.cdiv(outputs, COLUMNS),
+        8,
+    )
+    row = row_tile * ROWS + tl.arange(0, ROWS).to(tl.int64)  # [ROWS]
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)  # [COLUMNS]
     ks = tl.arange(0, STEP)  # [STEP]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in range(0, width, STEP):

@@ -18,7 +18,7 @@ _NAMESPACE = "veomni_triton"
 _LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
 _LIBRARY.define("dsa_indexer(Tensor query, Tensor key, Tensor weights, Tensor visible, int top_k) -> Tensor")
 _SCORES = 1 << 26  # numbers of a block's scores, 256 MiB
-_TILE, _ROW_TILE = 2048, 2048  # numbers that a program reads at a time, and of a row
+_TILE, _ROW_TILE = 1024, 1024  # numbers that a program reads at a time, and of a row
 # Queries and keys of a tile, and warps. Not tuned.
 SIXTEEN_BITS, FLOAT32 = (64, 128, 8), (32, 32, 4)
 _MINUS_INFINITY = 0x007FFFFF  # in the order of the kernel

@@ -1,0 +1,112 @@
+"""Batch-invariant products beside torch's (cuBLAS) on a GPU, bf16, forward as a CUDA graph.
+
+    python benchmarks/linear/triton_linear.py --name linear_h100
+    python benchmarks/linear/triton_linear.py --tune
+
+First a row's bits are compared: alone, and among other rows of every number that is timed. A time is the median of
+``triton.testing.do_bench``, with a cold cache; a graph leaves out what Python's launches take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
+
+from benchmarks.shared.measuring import Timing, captured, timing
+from benchmarks.shared.results import machine, write_results
+from veomni_triton import linear
+
+WIDTHS = ((2048, 2048), (2048, 8192), (8192, 2048), (2048, 128256))  # of a Llama of the 1B shape
+ROWS = (1, 16, 64, 256, 2048, 8192)
+OURS, THEIRS = "veomni triton", "torch"
+KERNELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {OURS: linear.standard, THEIRS: F.linear}
+
+
+def drawn(rows: int, width: int, outputs: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = ((rows, width), (outputs, width))
+    x, weight = (torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator) for size in sizes)
+    return x, weight
+
+
+def timed(kernel: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Timing:
+    with torch.no_grad():
+        return timing(captured(lambda: kernel(x, weight)) or (lambda: kernel(x, weight)), rep=60)
+
+
+def figures() -> Iterator[dict[str, Any]]:
+    for width, outputs in WIDTHS:
+        everything, weight = drawn(max(ROWS), width, outputs)
+        alone = linear.standard(everything[:1], weight)
+        for rows in ROWS:
+            x = everything[:rows].contiguous()
+            if not torch.equal(linear.standard(x, weight)[:1], alone):
+                raise SystemExit(f"{rows} rows of {width}: the first has other bits than alone")
+            times = {name: timed(kernel, x, weight) for name, kernel in KERNELS.items()}
+            print(rows, width, outputs, {name: str(time) for name, time in times.items()}, flush=True)
+            yield {
+                "rows": rows,
+                "widths": f"{width} to {outputs}",
+                "ms": {name: asdict(time) for name, time in times.items()},
+                "TFLOP/s": {name: 2e-9 * rows * width * outputs / time.median for name, time in times.items()},
+            }
+
+
+def tune() -> None:
+    """Print the five fastest launches for each number of rows and widths."""
+    grid = ((64, 128), (16, 32, 64, 128, 256), (64, 128), (4, 8), (3, 4))
+    former = linear.launch_for
+    for rows, (width, outputs) in itertools.product(ROWS, WIDTHS):
+        x, weight = drawn(rows, width, outputs)
+        found = []
+        for sizes in itertools.product(*grid):
+            if sizes[0] > max(64, rows):
+                continue
+            launch = linear.Launch(*sizes)
+            linear.launch_for = lambda _, launch=launch: launch
+            try:
+                found.append((timed(linear.standard, x, weight).median, sizes))
+            except Exception as error:  # mostly too much shared memory
+                print(f"{sizes}: {type(error).__name__}", flush=True)
+        linear.launch_for = former
+        print(rows, width, outputs, *(f"{ms:.4f} {sizes}" for ms, sizes in sorted(found)[:5]), sep="\n  ", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--name", help="the result file to write; none without it")
+    options = parser.parse_args()
+    if options.tune:
+        tune()
+        return
+    found = list(figures())
+    if options.name:
+        columns = ("widths", "rows", f"{OURS}, ms", f"{THEIRS}, ms", "TFLOP/s", "of torch's speed")
+        rows = (
+            (
+                each["widths"],
+                str(each["rows"]),
+                *(f"{each['ms'][name]['median']:.4f}" for name in KERNELS),
+                f"{each['TFLOP/s'][OURS]:.0f}",
+                f"{each['ms'][THEIRS]['median'] / each['ms'][OURS]['median']:.2f}",
+            )
+            for each in found
+        )
+        title = "Batch-invariant products, bf16, forward"
+        write_results(options.name, title, {"machine": machine(), "figures": found}, columns, rows, script=__file__)
+
+
+if __name__ == "__main__":
+    main()
