@@ -5,10 +5,10 @@
 
 First every kernel is compared with its contract's reference in float64, on fewer tokens: choices key by key, and output
 and gradients as shares of their norm. A time is the median of ``triton.testing.do_bench``, beside its 20th and 80th
-percentile. Dense attention is torch's over expanded keys and values, and FlashAttention 3's where it is installed.
-Rates count the products of the pairs that each computes. The file is written anew after each figure. ``--tune`` times
-our attention alone over a grid of launches. ``--device cpu`` runs all of it on a tiny shape, in Triton's interpreter
-(``TRITON_INTERPRET=1``), by the wall clock.
+percentile. Dense attention is torch's over expanded keys and values, with the choices as a mask too, and
+FlashAttention 3's where it is installed. Rates count the products of the pairs that each computes. The file is written
+anew after each figure. ``--tune`` times our attention alone over a grid of launches. ``--device cpu`` runs all of it on
+a tiny shape, in Triton's interpreter (``TRITON_INTERPRET=1``), by the wall clock.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from veomni_triton.dsa_attention import operators
 TITLE = "Sparse attention at DeepSeek-V3.2's widths, bf16"
 ATTENTION = {"triton": triton_attention.standard, "torch": torch_attention.standard}
 INDEXER = {"triton": triton_indexer.standard, "torch": torch_indexer.standard}
+MASKED = "sdpa, choices as a mask"  # what transformers runs
 ALLOWED = 1e-2  # share of the norm, as the contract allows for bfloat16's gradients
 
 
@@ -160,14 +161,19 @@ def measured_attention(name: str, shape: Shape, device: str) -> dict[str, Any]:
 
 
 def measured_dense(name: str, shape: Shape, device: str) -> dict[str, Any]:
-    """Causal attention over expanded keys and values, as a model without choices has it."""
+    """Causal attention over expanded keys and values: as a model without choices has it, or with these as a mask."""
     width, value_width = shape.expanded
     sizes = (width, width, value_width, value_width)
     heads_first = name != "FA3"
     order = (shape.heads, shape.tokens) if heads_first else (shape.tokens, shape.heads)
     query, key, value, doutput = (torch.randn(1, *order, size, device=device).bfloat16() for size in sizes)
     tensors = [x.requires_grad_() for x in (query, key, value)]
-    if heads_first:
+    if name == MASKED:
+        indices = INDEXER["triton"](*index_inputs(shape, device))[0].long()
+        mask = torch.zeros(shape.tokens, shape.tokens + 1, dtype=torch.bool, device=device)
+        mask.scatter_(1, indices.where(indices >= 0, shape.tokens), True)  # the last column is for what is no key
+        forward = partial(F.scaled_dot_product_attention, *tensors, attn_mask=mask[:, :-1])
+    elif heads_first:
         forward = partial(F.scaled_dot_product_attention, *tensors, is_causal=True)
     else:
         attend = import_module("flash_attn_interface").flash_attn_func
@@ -222,7 +228,7 @@ def compare(shape: Shape, only: list[str], output: Path | None, device: str) -> 
         attempt("indexer", name, partial(measured_indexer, name, shape, device))
         attempt("sparse attention", name, partial(measured_attention, name, shape, device))
     if not only or "dense" in only:
-        for name in ("sdpa", "FA3"):
+        for name in ("sdpa", MASKED, "FA3"):
             attempt("dense attention", name, partial(measured_dense, name, shape, device))
     print("\n".join(data.get("table", ())))
     wrong = {n: off for n, off in data["off"].items() if off.pop("other choices") or max(off.values()) > ALLOWED}
