@@ -142,7 +142,8 @@ def router_replay(model: nn.Module, choices: RouterChoices) -> Iterator[None]:
     """Within it, forwards of ``model`` send tokens to the experts of ``choices``; backward gives their weights gradients.
 
     Every forward in it is of the batch that ``choices`` is of: ``[B, T]`` tokens. Routers weigh the experts by their
-    own code. Where ``choices`` has -1, and after it, a forward has the bits that it has without.
+    own code, and where ``choices`` has -1 they choose as they do without, bit for bit. Afterwards the model is as it
+    was before.
 
     Args:
         model: a transformers model, bound or not, or a wrapper around one.
