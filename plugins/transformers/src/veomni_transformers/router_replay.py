@@ -63,6 +63,14 @@ class RouterChoices:
             raise RouterReplayError(f"the mask is {list(mask.shape)}, and choices are of {list(self.indices.shape[:2])}")
         return replace(self, indices=self.indices[mask.to(self.indices.device).bool()][None])
 
+    def within(self, mask: Tensor) -> RouterChoices:
+        """These for ``mask[B, T]`` of the same positions, without padding, and the next ones that are not recorded."""
+        indices = self.indices.new_full((*mask.shape, *self.indices.shape[2:]), OWN)
+        positions = min(mask.shape[1], self.indices.shape[1])
+        kept = mask[:, :positions].to(indices.device).bool()
+        indices[:, :positions][kept] = self.indices[:, :positions][kept]
+        return replace(self, indices=indices)
+
     def padded(self, mask: Tensor) -> RouterChoices:
         """These tokens, in their order, at the positions that ``mask[B, T]`` keeps; others choose by themselves."""
         places = mask.to(self.indices.device).bool()
@@ -241,7 +249,7 @@ class _Watched(Transformation):
     def _around(self, original: Callable[..., Any], layer: int, router: _Router) -> Callable[..., Any]:
         chooser = router.chooser
 
-        @torch.compiler.disable(reason="choices of routers are recorded and replayed in eager code")
+        @torch.compiler.disable  # a graph would keep what it was traced with
         @wraps(original)
         def forward(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             shape = self._shapes[layer]
