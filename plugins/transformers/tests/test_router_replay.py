@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from routers_by_hand import FAMILIES, by_hand, made
 from torch import nn
 from torch.nn import functional as F
 
 from distributed import run_ranks
 from models import assert_equal_steps, assert_same_bits, build, tokens
-from routers_by_hand import FAMILIES, by_hand, made
 from veomni_core import bind
 from veomni_transformers.proving.code_reading import Readings
 from veomni_transformers.router_replay import (
@@ -127,10 +127,9 @@ def test_bound_models_replay_under_the_kernel_of_their_routers_product():
     choices = recorded(made("deepseek_v3", seed=7), inputs)
     with router_replay(model, choices):
         wanted = step(model, inputs)
-    with bind(model, SAME, device="cpu"):
-        with router_replay(model, choices):
-            found = step(model, inputs)
-            assert recorded(model, inputs).indices.equal(choices.indices)
+    with bind(model, SAME, device="cpu"), router_replay(model, choices):
+        found = step(model, inputs)
+        assert recorded(model, inputs).indices.equal(choices.indices)
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-6, atol=0.0)
 
 
@@ -238,6 +237,16 @@ def test_lookalikes_are_refused_for_what_they_do(what, says):
     block.gate = Noisy(block.gate, what)
     chooser, why_not = prove_router(block, Readings())
     assert chooser is None and says in why_not, why_not
+
+
+def test_experts_of_groups_that_training_left_out_would_get_no_weight_and_are_refused():
+    """DeepSeek-V2 zeroes the scores of such groups, and takes the weights from what is left."""
+    shape = {"moe_intermediate_size": 24, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    shape |= {"qk_nope_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 0, "num_experts_per_tok": 2}
+    shape |= {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+    [_, *_] = proven_routers(build("deepseek_v2", topk_method="greedy", **shape))
+    with pytest.raises(RouterReplayError, match="through a given choice its weights or their gradients miss softmax"):
+        proven_routers(build("deepseek_v2", topk_method="group_limited_greedy", **shape))
 
 
 def test_a_block_that_gives_its_experts_other_indices_is_refused():

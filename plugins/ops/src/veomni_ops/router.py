@@ -49,7 +49,7 @@ def route(
         group_score: what a group is chosen by, :data:`TOP_TWO` or :data:`LARGEST` of its experts.
         normalize: whether weights are divided by their sum.
         scale: what weights are multiplied by, last.
-        chosen: ``[T, K]``, experts that are taken in place of those with the largest scores; a row of -1 chooses itself.
+        chosen: ``[T, K]``, experts to take in place of those with the largest scores; rows of -1 choose themselves.
 
     Returns:
         Weights ``[T, K]`` in float32 (float64 for such logits), which have gradients of the logits, and indices

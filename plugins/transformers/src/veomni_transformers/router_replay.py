@@ -28,6 +28,8 @@ from veomni_transformers.proving.proof import ProvenOnce
 from veomni_transformers.routers.choices import Forced, indices_in
 from veomni_transformers.routers.proof import Chooser, experts_of, prove_router
 
+__all__ = ("RecordedChoices", "RouterChoices", "RouterReplayError", "record_router", "router_replay")
+
 OWN = -1  # in the place of an expert: the router chooses by itself
 
 
@@ -60,7 +62,9 @@ class RouterChoices:
     def packed(self, mask: Tensor) -> RouterChoices:
         """Those of the tokens that ``mask[B, T]`` keeps, one row after the other, as one sequence ``[1, N]``."""
         if mask.shape != self.indices.shape[:2]:
-            raise RouterReplayError(f"the mask is {list(mask.shape)}, and choices are of {list(self.indices.shape[:2])}")
+            raise RouterReplayError(
+                f"the mask is {list(mask.shape)}, and choices are of {list(self.indices.shape[:2])}"
+            )
         return replace(self, indices=self.indices[mask.to(self.indices.device).bool()][None])
 
     def within(self, mask: Tensor) -> RouterChoices:
@@ -104,7 +108,9 @@ class RecordedChoices:
         """
         counts = {len(each) for each in self._forwards}
         if len(counts) != 1 or counts == {0}:
-            raise RouterReplayError(f"routers were run {sorted(counts)} times, expected each as often, and at least once")
+            raise RouterReplayError(
+                f"routers were run {sorted(counts)} times, expected each as often, and at least once"
+            )
         batches = {each.shape[0] for layer in self._forwards for each in layer}
         widths = {each.shape[-1] for layer in self._forwards for each in layer}
         if len(batches) != 1 or len(widths) != 1:
@@ -147,7 +153,7 @@ def record_router(model: nn.Module) -> Iterator[RecordedChoices]:
 
 @contextmanager
 def router_replay(model: nn.Module, choices: RouterChoices) -> Iterator[None]:
-    """Within it, forwards of ``model`` send tokens to the experts of ``choices``; backward gives their weights gradients.
+    """Within it, forwards of ``model`` send tokens to the experts of ``choices``, whose weights get the gradients.
 
     Every forward in it is of the batch that ``choices`` is of: ``[B, T]`` tokens. Routers weigh the experts by their
     own code, and where ``choices`` has -1 they choose as they do without, bit for bit. Afterwards the model is as it
@@ -249,7 +255,7 @@ class _Watched(Transformation):
     def _around(self, original: Callable[..., Any], layer: int, router: _Router) -> Callable[..., Any]:
         chooser = router.chooser
 
-        @torch.compiler.disable  # a graph would keep what it was traced with
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph would keep what it was traced with
         @wraps(original)
         def forward(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             shape = self._shapes[layer]
@@ -292,16 +298,21 @@ def _refuse_misfits(routers: Sequence[_Router], choices: RouterChoices) -> None:
     elif choices.experts != experts:
         why_not = f"choices are among {list(choices.experts)} experts by layer, and the model has {list(experts)}"
     elif wrong := [router for router in routers if router.chooser.top_k != indices.shape[3]]:
-        why_not = f"choices are of {indices.shape[3]} experts per token, and {wrong[0].path} takes {wrong[0].chooser.top_k}"
+        why_not = (
+            f"choices are of {indices.shape[3]} experts per token, and {wrong[0].path} takes {wrong[0].chooser.top_k}"
+        )
     elif indices.numel():
         limits = torch.tensor(experts, device=indices.device)[:, None]
         own = indices == OWN
         beyond = (indices < OWN) | (indices >= limits)
         if bool(beyond.any()):
             b, t, layer, k = beyond.nonzero()[0].tolist()
-            why_not = f"position [{b}, {t}] has expert {int(indices[b, t, layer, k])} in layer {layer}, which has {experts[layer]}"
+            expert = int(indices[b, t, layer, k])
+            why_not = f"position [{b}, {t}] has expert {expert} in layer {layer}, which has {experts[layer]}"
         elif bool((own.any(-1) != own.all(-1)).any()):
-            why_not = f"a position has {OWN} beside experts: a router chooses all of a token's experts by itself, or none"
+            why_not = (
+                f"a position has {OWN} beside experts: a router chooses all of a token's experts by itself, or none"
+            )
     if why_not:
         raise RouterReplayError(f"these choices can't be replayed: {why_not}")
 

@@ -26,6 +26,7 @@ from veomni_transformers.routers.choices import Forced, indices_in
 
 _TOP_K = "topk"
 _BATCH, _LENGTH = 2, 9
+_ROUNDING = 2e-5  # of float32, relative to the largest
 _WEIGHTS = ("gate_up_proj", "down_proj")
 
 
@@ -86,7 +87,7 @@ def prove_router(block: nn.Module, readings: Readings) -> tuple[Chooser | None, 
 
 
 def _proven(twin: _Twin, name: str, branches: Branches, training: bool) -> tuple[Chooser | None, str]:
-    free, watching = None, Forced(None)
+    watching = Forced(None)
     free, error = probe.attempt(partial(branches.run, partial(twin.run, watching, training=training)))
     if error:
         return None, f"it raised when it was run alone: {error}"
@@ -95,7 +96,7 @@ def _proven(twin: _Twin, name: str, branches: Branches, training: bool) -> tuple
         return None, "what its experts get is not what it gives as indices"
     rows, top_k = index.shape
     fits = [(i, experts) for i, (k, experts) in enumerate(watching.widths) if k == top_k]
-    calls, forced = len(watching.widths), None
+    calls = len(watching.widths)
     for number, experts in fits:
         chosen = torch.rand(rows, experts, generator=probe.generator()).argsort(-1)[:, :top_k]
         chosen[::3] = -1
@@ -124,48 +125,57 @@ def _index(run: _Run, given: list[Tensor]) -> Tensor | None:
     return found[0] if len(found) == len(same) == 1 and found[0].equal(same[0]) else None
 
 
-def _weights(
-    twin: _Twin, name: str, free: _Run, forced: _Run, chosen: Tensor, experts: int
-) -> tuple[str, str]:
+def _weights(twin: _Twin, name: str, free: _Run, forced: _Run, chosen: Tensor, experts: int) -> tuple[str, str]:
     """The variant whose reference gives the router's choices and weights in both runs, or why there is none."""
     index = _index(free, free.given)
     assert index is not None
-    logits, weights = ([_of_width(run.result, width) for run in (free, forced)] for width in (experts, index.shape[1]))
-    if any(each is None for each in (*logits, *weights)):
+    logits, weights = (_of_width(free, forced, width) for width in (experts, index.shape[1]))
+    if logits is None or weights is None:
         return "", "it gives no logits and weights beside its indices"
     router: Any = twin.block._modules[name]
-    leaves = [forced.hidden, *(each for each in router.parameters() if each.dim() > 1 and each.requires_grad)]
+    leaves = [forced.hidden, *(each for each in router.parameters() if each.dim() > 1)]
     nearest = float("inf")
     for options in _options(twin, router, experts):
-        wanted, places = route(logits[0], index.shape[1], **options)  # type: ignore[arg-type]
+        wanted, places = route(logits[0], index.shape[1], **options)
         if not places.sort().values.equal(index.sort().values):
             continue
-        ours, theirs = (w.gather(-1, i.argsort()) for w, i in ((wanted, places), (weights[0].float(), index)))  # type: ignore[union-attr]
+        ours, theirs = (w.gather(-1, i.argsort()) for w, i in ((wanted, places), (weights[0], index)))
         scale = float((theirs.double().sum() / ours.double().sum()).detach())
-        if probe.largest_miss(theirs, ours * scale) > 2e-5:
-            nearest = min(nearest, probe.largest_miss(theirs, ours * scale))
+        if (miss := probe.largest_miss(theirs, ours * scale)) > _ROUNDING:
+            nearest = min(nearest, miss)
             continue
-        wanted, _ = route(logits[1], index.shape[1], **options, scale=scale, chosen=chosen)  # type: ignore[arg-type]
-        if miss := probe.miss(weights[1], wanted.to(weights[1].dtype), leaves):  # type: ignore[union-attr]
+        wanted, _ = route(logits[1], index.shape[1], **options, scale=scale, chosen=chosen)
+        if miss := probe.miss(weights[1], wanted, leaves):
             return "", f"through a given choice its weights or their gradients miss {options['variant']} by {miss:.2%}"
-        own = ~torch.isin(torch.arange(len(chosen)), (index != chosen).any(-1).nonzero())
-        if not weights[0][own].equal(weights[1][own]):  # type: ignore[index]
+        own = (index == chosen).all(-1)
+        if not weights[0][own].equal(weights[1][own]):
             return "", "a row that chooses itself has other weights where other rows are given theirs"
         return str(options["variant"]), ""
     off = "" if nearest == float("inf") else f"; with the same choices the nearest is off by {nearest:.2%}"
     return "", f"its choices and weights fit no variant of router{off}"
 
 
-def _of_width(result: Any, width: int) -> Tensor | None:
-    parts = [each for each in result if isinstance(each, Tensor) and each.is_floating_point() and each.dim() == 2]
-    return next((each for each in parts if each.shape[1] == width), None)
+def _of_width(free: _Run, forced: _Run, width: int) -> tuple[Tensor, Tensor] | None:
+    """The first numbers ``[N, width]`` that the router gives in both runs."""
+    found = [
+        next(
+            (x for x in run.result if isinstance(x, Tensor) and x.is_floating_point() and x.shape[1:] == (width,)), None
+        )
+        for run in (free, forced)
+    ]
+    return None if found[0] is None or found[1] is None else (found[0], found[1])
 
 
 def _options(twin: _Twin, router: nn.Module, experts: int) -> Iterator[dict[str, Any]]:
     tensors = [*router.parameters(), *router.buffers(), *twin.block._parameters.values(), *twin.block._buffers.values()]
-    biases = [None, *(each.detach().float().flatten() for each in tensors if each is not None and each.numel() == experts)]
+    biases = [
+        None,
+        *(each.detach().float().flatten() for each in tensors if each is not None and each.numel() == experts),
+    ]
     counts = {1, *(v for m in (router, twin.block) for v in vars(m).values() if type(v) is int and 1 < v <= experts)}
-    grouped = [(g, k, by) for g, k in product(counts, counts) if k < g and experts % g == 0 for by in (TOP_TWO, LARGEST)]
+    grouped = [
+        (g, k, by) for g, k in product(counts, counts) if k < g and experts % g == 0 for by in (TOP_TWO, LARGEST)
+    ]
     for variant, bias, (groups, kept, by), normalize in product(
         SCORES, biases, [(1, 1, TOP_TWO), *grouped], (False, True)
     ):
