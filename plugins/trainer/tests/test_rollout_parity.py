@@ -36,6 +36,7 @@ def differences(run):
     return [[row[f"rollout_difference/{which}"] for which in ("mean", "largest")] for row in rows_of(run)]
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(
     "method, changes",
     [("grpo", ()), ("rloo", ()), ("grpo", (MOE, "train.grpo.replay_routers=true"))],
@@ -45,6 +46,7 @@ def test_under_batch_invariant_kernels_each_step_logs_a_difference_of_exactly_0(
     assert differences(here / "run") == [[0.0, 0.0]] * 4
 
 
+@pytest.mark.thorough
 def test_other_kernels_log_their_differences_within_the_limit(here, go):
     go("grpo", *FEW, "train.parity_limit=1e-4")
     found = differences(here / "run")
@@ -59,6 +61,7 @@ def break_rollouts(monkeypatch, by=1e-6):
     )
 
 
+@pytest.mark.thorough
 def test_a_difference_ends_training_before_weights_change(go, monkeypatch):
     break_rollouts(monkeypatch)
     says = r"step 1: .* on average and 9\.54e-07 at most, and the plan requires batch_invariant"
@@ -66,6 +69,7 @@ def test_a_difference_ends_training_before_weights_change(go, monkeypatch):
         go("grpo", *FEW, SAME)
 
 
+@pytest.mark.thorough
 def test_or_is_warned_of_once(here, go, monkeypatch, caplog):
     break_rollouts(monkeypatch, 0.5)
     with caplog.at_level(logging.WARNING):
@@ -79,6 +83,7 @@ def test_parity_of_a_method_that_draws_nothing_is_refused(here):
         load_job(here / "sft.yaml", ("train.parity=stop",))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpointed", ["false", "true"])
 def test_training_takes_the_experts_of_the_rollout(here, go, monkeypatch, checkpointed):
     taken, own = [], trl_trainers.router_replay
@@ -98,6 +103,7 @@ def test_training_takes_the_experts_of_the_rollout(here, go, monkeypatch, checkp
     assert [row["loss"] for row in replayed] == pytest.approx([row["loss"] for row in free], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_choices_of_a_rollout_that_went_elsewhere_are_what_training_runs_on(here, go, monkeypatch):
     own = trl_trainers.RecordedChoices.choices.fget
 

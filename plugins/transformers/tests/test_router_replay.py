@@ -52,6 +52,7 @@ def step(model, inputs):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_and_gradients_are_those_of_routers_that_are_forced_by_hand(family, monkeypatch):
     rollout, model = made(family, seed=7), made(family)
@@ -81,6 +82,7 @@ def recorded_or(model, inputs, choices):
     return torch.where(choices.indices < 0, own, choices.indices)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_chose_itself_is_exact(family):
     model = made(family)
@@ -268,6 +270,7 @@ report_ranks({folder!r})
 """
 
 
+@pytest.mark.thorough
 def test_over_two_ranks_that_share_the_experts(tmp_path):
     pytest.importorskip("transformers.distributed.expert_parallel")
     run_ranks(RANKS.format(folder=str(tmp_path)), 2)

@@ -158,7 +158,8 @@ class DrawnTrainer(MethodTrainer):
         super().__init__(*args, **kwargs)
         assert self._train.drawn is not None
         self.beta = self._train.drawn.beta
-        self._parity = RolloutParity(self.model, self._train, self._over_ranks) if self._train.parity else None
+        trained: Any = self.model
+        self._parity = RolloutParity(trained, self._train, self._over_ranks) if self._train.parity else None
         self._compared: dict[str, Any] | None = None  # the batch whose log-probabilities are compared
         if self._parity is not None:
             self.add_callback(self._parity)
@@ -190,12 +191,12 @@ class DrawnTrainer(MethodTrainer):
         if self._parity and self._parity.takes_positions:
             model = partial(at_positions_of_generation, model)
         found = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
-        if self._compared is not None and torch.is_grad_enabled():
+        if self._parity and self._compared is not None and torch.is_grad_enabled():
             self._parity.compare(self._compared[SCORES], found[0], self._compared["completion_mask"])
         return found
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        self._compared = inputs if self._parity and SCORES in inputs else None
+        self._compared = inputs if self._parity else None
         try:
             return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
@@ -226,11 +227,12 @@ class GrpoTrainer(DrawnTrainer, trl.GRPOTrainer):  # type: ignore[misc,name-defi
         super().__init__(*args, **kwargs)
         self._replays = self._train.grpo is not None and self._train.grpo.replay_routers
         if self._replays:  # refused here, before anything is drawn
-            proven_routers(self.model)
+            proven_routers(self.model)  # type: ignore[arg-type]
         self._recorded: RecordedChoices | None = None
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        with record_router(self.model) if self._replays else nullcontext() as self._recorded:
+        trained: Any = self.model
+        with record_router(trained) if self._replays else nullcontext() as self._recorded:
             return super()._generate_single_turn(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
