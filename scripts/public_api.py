@@ -24,7 +24,11 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "veomni_core.errors",
         "veomni_core.kernels",
     ),
-    "veomni-transformers": ("veomni_transformers.authoring", "veomni_transformers.sequence"),
+    "veomni-transformers": (
+        "veomni_transformers.authoring",
+        "veomni_transformers.router_replay",
+        "veomni_transformers.sequence",
+    ),
     "veomni-conformance": ("veomni_conformance",),
     "veomni-bridges": (
         "veomni_bridges.axolotl",

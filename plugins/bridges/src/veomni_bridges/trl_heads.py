@@ -103,6 +103,17 @@ def fused_forward(module: nn.Module) -> FunctionType | None:
     return None
 
 
+def scores_of(module: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Log-probabilities of ``labels[...]`` by the function of ``module``'s fused head, from ``hidden[..., H]``."""
+    own = fused_forward(module)
+    assert own is not None, "asked of modules with a fused head alone"
+    head, captured = module.get_output_embeddings(), inspect.getclosurevars(own).nonlocals
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    options = (captured["temperature"], 32768, captured["final_logit_softcapping"], captured["logit_scale"])
+    found = own.__globals__[_GLOBAL].apply(rows, head.weight, head.bias, targets, *options, ("log_probs",))
+    return found[0].view(labels.shape)  # type: ignore[no-any-return]
+
+
 class _KernelForTrl:
     """The kernel, called as TRL calls its function: targets of ignored positions are 0, and masked by TRL."""
 

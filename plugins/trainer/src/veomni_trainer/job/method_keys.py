@@ -72,6 +72,9 @@ class DrawnKeys(Section):
 class GrpoKeys(DrawnKeys):
     """Settings of group relative policy optimization; defaults are TRL's."""
 
+    replay_routers: bool = False
+    """Whether training sends each token to the experts that it went to when it was drawn."""
+
 
 class RlooKeys(DrawnKeys):
     """Settings of REINFORCE leave-one-out; defaults are TRL's."""
@@ -121,6 +124,11 @@ class MethodKeys(Section):
     """Settings of ``method: reward``."""
     classify: ClassifyKeys | None = None
     """Settings of ``method: classify``."""
+    parity: Literal["stop", "warn"] | None = None
+    """What follows where training's log-probabilities differ from those with which ``grpo`` or ``rloo`` drew the same
+    tokens: by anything, where the plan requires ``batch_invariant``, else by more than ``parity_limit``."""
+    parity_limit: Number = Field(default=0.1, gt=0.0)
+    """The largest difference that ``parity`` accepts where the plan promises no equal bits."""
 
     @property
     def uses_trl(self) -> bool:
@@ -170,6 +178,8 @@ class MethodKeys(Section):
         for name in (*_COLUMNS, "classify"):
             if getattr(self, name) is not None and self.method != name:
                 raise ValueError(f"{name} has the settings of method: {name}, and method is {self.method}; remove one")
+        if self.parity and self.method not in ("grpo", "rloo"):
+            raise ValueError(f"parity compares what grpo or rloo draws, and method is {self.method}; leave it out")
         if self.method in ("grpo", "rloo") and self.drawn is None:
             raise ValueError(f"method: {self.method} needs {self.method}.reward, the function that judges a completion")
         return self

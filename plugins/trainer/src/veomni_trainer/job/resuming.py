@@ -64,6 +64,8 @@ KEYS: Mapping[str, OnResume] = {
     "train.rloo": _APPLIED,
     "train.reward": _APPLIED,
     "train.classify": _REFUSED,
+    "train.parity": _APPLIED,
+    "train.parity_limit": _APPLIED,
     "train.seed": _REFUSED,
     "train.device": _APPLIED,
     "train.precision": _REFUSED,  # unless the weights stay in their dtype

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack, nullcontext
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +17,17 @@ from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.method_inputs import MethodInputs
 from veomni_trainer.job.method_packages import require_trl
 from veomni_trainer.job.train_section import TrainSection
+from veomni_trainer.loop.rollout_parity import SCORES, RolloutParity, at_positions_of_generation
 from veomni_trainer.loop.sharded_trainer import ShardedTrainer
 from veomni_trainer.loop.trainer import JobTrainer
 from veomni_trainer.output.metrics import Row
+from veomni_transformers.router_replay import (
+    RecordedChoices,
+    RouterChoices,
+    proven_routers,
+    record_router,
+    router_replay,
+)
 
 require_trl(__name__)
 
@@ -25,6 +35,7 @@ import trl  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model  # noqa: E402
 
 # What TRL counts beside its curves; a row has its own figures of these.
+_CHOICES = "router_choices"  # by which a batch has the experts that its tokens were drawn with
 _OWN = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time", "aux_loss", "total_flos")
 
 
@@ -147,6 +158,11 @@ class DrawnTrainer(MethodTrainer):
         super().__init__(*args, **kwargs)
         assert self._train.drawn is not None
         self.beta = self._train.drawn.beta
+        trained: Any = self.model
+        self._parity = RolloutParity(trained, self._train, self._over_ranks) if self._train.parity else None
+        self._compared: dict[str, Any] | None = None  # the batch whose log-probabilities are compared
+        if self._parity is not None:
+            self.add_callback(self._parity)
         if (reference := self._method_inputs.reference) is not None:
             disable_dropout_in_model(reference)
             add_fused_lm_head(reference, temperature=self._train.drawn.temperature)
@@ -154,6 +170,37 @@ class DrawnTrainer(MethodTrainer):
 
     def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
         return super().inputs_of(model, corpus, train) | {"reward_funcs": list(self._method_inputs.rewards)}
+
+    def _over_ranks(self, value: torch.Tensor, how: str) -> torch.Tensor:
+        gathered: torch.Tensor = self.accelerator.gather(value[None])
+        return gathered.sum(0) if how == "sum" else gathered.amax(0)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        with self._parity.drawing() if self._parity else nullcontext():
+            return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """TRL's batch, with the log-probabilities of what was drawn."""
+        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        if self._parity:
+            with self.accelerator.autocast():
+                batch[SCORES] = self._parity.scores(batch["completion_ids"])
+        return batch
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._parity and self._parity.takes_positions:
+            model = partial(at_positions_of_generation, model)
+        found = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
+        if self._parity and self._compared is not None and torch.is_grad_enabled():
+            self._parity.compare(self._compared[SCORES], found[0], self._compared["completion_mask"])
+        return found
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self._compared = inputs if self._parity else None
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self._compared = None
 
     def curves(self) -> Row:
         """As TRL has measured. Raises JobFileError where no function judged any completion: that teaches nothing."""
@@ -164,7 +211,7 @@ class DrawnTrainer(MethodTrainer):
                 f"train.{self._train.method}.reward: {', '.join(names)} returned None for every completion up to step "
                 f"{self.state.global_step}, so nothing is learned; return a number for those that are judged"
             )
-        return super().curves()
+        return super().curves() | (self._parity.row() if self._parity else {})
 
     def _get_num_items_in_batch(self, *args: Any) -> Any:
         return super(ShardedTrainer, self)._get_num_items_in_batch(*args)
@@ -174,7 +221,38 @@ class DrawnTrainer(MethodTrainer):
 
 
 class GrpoTrainer(DrawnTrainer, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
-    """Group relative policy optimization."""
+    """Group relative policy optimization, which may send tokens to the experts that they were drawn with."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._replays = self._train.grpo is not None and self._train.grpo.replay_routers
+        if self._replays:  # refused here, before anything is drawn
+            proven_routers(self.model)  # type: ignore[arg-type]
+        self._recorded: RecordedChoices | None = None
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        trained: Any = self.model
+        with record_router(trained) if self._replays else nullcontext() as self._recorded:
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
+        if self._recorded is not None:
+            mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+            batch[_CHOICES] = self._recorded.choices.within(mask).indices
+            self._recorded = None
+        return batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with ExitStack() as self._until_backward:  # gradient checkpointing runs routers again in backward
+            return super().training_step(*args, **kwargs)
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if self._replays:
+            experts = tuple(router.chooser.experts for router in proven_routers(model))
+            choices = RouterChoices(inputs[_CHOICES], experts)
+            self._until_backward.enter_context(router_replay(model, choices))
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 class RlooTrainer(DrawnTrainer, trl.RLOOTrainer):  # type: ignore[misc,name-defined]

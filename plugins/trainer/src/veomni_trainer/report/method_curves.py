@@ -26,6 +26,8 @@ _CURVES = {
     "kl": ("Divergence from the reference", "per token"),
     "completions/mean_length": ("Completion length", "tokens, on average"),
     "completions/clipped_ratio": ("Completions that were cut off", "share"),
+    "rollout_difference/mean": ("Training beside the rollout", "log-probabilities, on average"),
+    "rollout_difference/largest": ("Training beside the rollout, largest", "log-probabilities"),
     "clip_ratio/region_mean": ("Clipped ratios", "share of the tokens"),
 }
 # The names under which the progress shows them.

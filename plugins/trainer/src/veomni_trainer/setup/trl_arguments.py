@@ -78,7 +78,7 @@ def trl_config(train: TrainSection, sequence_length: int) -> tuple[type, dict[st
         return configs.SFTConfig, {**common, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
     kind = orpo().ORPOConfig if train.method == "orpo" else getattr(trl, _CONFIGS[train.method])
     if train.drawn is not None:
-        settings = train.drawn.model_dump(exclude={"reward", "beta"})
+        settings = train.drawn.model_dump(exclude={"reward", "beta", "replay_routers"})
         # With a beta TRL would look for a reference model by the model's name; the job's trainer gives it one.
         return kind, {**common, "beta": 0.0, **settings}
     own = getattr(train, train.method)

@@ -1,0 +1,327 @@
+"""Records which experts a rollout's tokens went to, and sends the same tokens to the same experts in training.
+
+A router's scores differ in their last bits between two forwards of the same tokens. So does the choice, where two
+experts are nearly as good, and then the whole layer's result. Replay takes the rollout's experts, and weighs them as
+the training's forward does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from veomni_core.changes.change import Change, ForwardChange
+from veomni_core.changes.transformation import Transformation
+from veomni_core.errors import ConfigError
+from veomni_core.sites.walk import named_modules
+from veomni_transformers.proving import probe
+from veomni_transformers.proving.code_reading import Readings
+from veomni_transformers.proving.functions import current_forward
+from veomni_transformers.proving.proof import ProvenOnce
+from veomni_transformers.routers.choices import Forced, indices_in
+from veomni_transformers.routers.proof import Chooser, experts_of, prove_router
+
+__all__ = ("RecordedChoices", "RouterChoices", "RouterReplayError", "record_router", "router_replay")
+
+OWN = -1  # in the place of an expert: the router chooses by itself
+
+
+class RouterReplayError(ConfigError):
+    """Choices that can't be recorded in this model, or replayed in it."""
+
+
+@dataclass(frozen=True)
+class RouterChoices:
+    """Which experts each token went to, in each layer that has a router.
+
+    Attributes:
+        indices: ``[B, T, L, K]`` of int32: for each position, the experts in each of the ``L`` layers. At positions of
+            -1 routers choose by themselves.
+        experts: how many experts each of the layers chooses among.
+
+    Example:
+        >>> choices = RouterChoices(torch.tensor([[[[9, 9]], [[0, 1]]], [[[1, 2]], [[2, 3]]]]), experts=(10,))
+        >>> mask = torch.tensor([[0, 1], [1, 1]])  # the first sequence is padded on the left
+        >>> packed = choices.packed(mask)
+        >>> packed.indices[:, :, 0].tolist()
+        [[[0, 1], [1, 2], [2, 3]]]
+        >>> packed.padded(torch.tensor([[1, 0], [1, 1]])).indices[:, :, 0].tolist()  # now on the right
+        [[[0, 1], [-1, -1]], [[1, 2], [2, 3]]]
+    """
+
+    indices: Tensor
+    experts: tuple[int, ...]
+
+    def packed(self, mask: Tensor) -> RouterChoices:
+        """Those of the tokens that ``mask[B, T]`` keeps, one row after the other, as one sequence ``[1, N]``."""
+        if mask.shape != self.indices.shape[:2]:
+            raise RouterReplayError(
+                f"the mask is {list(mask.shape)}, and choices are of {list(self.indices.shape[:2])}"
+            )
+        return replace(self, indices=self.indices[mask.to(self.indices.device).bool()][None])
+
+    def within(self, mask: Tensor) -> RouterChoices:
+        """These for ``mask[B, T]`` of the same positions, without padding, and the next ones that are not recorded."""
+        indices = self.indices.new_full((*mask.shape, *self.indices.shape[2:]), OWN)
+        positions = min(mask.shape[1], self.indices.shape[1])
+        kept = mask[:, :positions].to(indices.device).bool()
+        indices[:, :positions][kept] = self.indices[:, :positions][kept]
+        return replace(self, indices=indices)
+
+    def padded(self, mask: Tensor) -> RouterChoices:
+        """These tokens, in their order, at the positions that ``mask[B, T]`` keeps; others choose by themselves."""
+        places = mask.to(self.indices.device).bool()
+        if int(places.sum()) != self.indices.shape[:2].numel():
+            raise RouterReplayError(
+                f"the mask keeps {int(places.sum())} positions, and there are choices of "
+                f"{self.indices.shape[:2].numel()} tokens: packed(mask) leaves out those of padding first"
+            )
+        indices = self.indices.new_full((*mask.shape, *self.indices.shape[2:]), OWN)
+        indices[places] = self.indices.flatten(0, 1)
+        return replace(self, indices=indices)
+
+
+class RecordedChoices:
+    """What is recorded while :func:`record_router` is entered, and afterwards."""
+
+    def __init__(self, experts: Sequence[int]) -> None:
+        self._experts = tuple(experts)
+        self._forwards: list[list[Tensor]] = [[] for _ in experts]
+
+    def add(self, layer: int, indices: Tensor) -> None:
+        """Note ``indices[B, T, K]`` of one forward."""
+        self._forwards[layer].append(indices.detach().to(torch.int32))
+
+    @property
+    def choices(self) -> RouterChoices:
+        """The choices of all forwards, one after the other: of a generation with a cache, those of its tokens.
+
+        Raises:
+            RouterReplayError: no forward ran, or forwards and layers don't fit each other.
+        """
+        counts = {len(each) for each in self._forwards}
+        if len(counts) != 1 or counts == {0}:
+            raise RouterReplayError(
+                f"routers were run {sorted(counts)} times, expected each as often, and at least once"
+            )
+        batches = {each.shape[0] for layer in self._forwards for each in layer}
+        widths = {each.shape[-1] for layer in self._forwards for each in layer}
+        if len(batches) != 1 or len(widths) != 1:
+            raise RouterReplayError(
+                f"forwards of batches of {sorted(batches)} sequences chose {sorted(widths)} experts: record each "
+                "rollout by itself"
+            )
+        return RouterChoices(torch.stack([torch.cat(each, 1) for each in self._forwards], 2), self._experts)
+
+
+@contextmanager
+def record_router(model: nn.Module) -> Iterator[RecordedChoices]:
+    """Within it, note the experts that each token of ``model``'s forwards goes to; not those that backward repeats.
+
+    Args:
+        model: a transformers model, bound or not, or a wrapper around one.
+
+    Raises:
+        RouterReplayError: a layer's router is not proven; the message says which, and why.
+
+    Example:
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, vocab_size=64))
+        >>> ids = torch.tensor([[5, 9, 17]])
+        >>> with record_router(model) as recorded:
+        ...     logits = model(ids).logits
+        >>> recorded.choices.indices.shape
+        torch.Size([1, 3, 2, 2])
+        >>> with router_replay(model, recorded.choices):
+        ...     assert model(ids).logits.equal(logits)
+    """
+    routers = proven_routers(model)
+    recorded = RecordedChoices([router.chooser.experts for router in routers])
+    with _Watched(model, routers, "router recording") as watched:
+        watched.takes = lambda layer, shape, device: None
+        watched.gives = lambda layer, shape, indices: recorded.add(layer, indices.reshape(*shape, -1))
+        yield recorded
+
+
+@contextmanager
+def router_replay(model: nn.Module, choices: RouterChoices) -> Iterator[None]:
+    """Within it, forwards of ``model`` send tokens to the experts of ``choices``, whose weights get the gradients.
+
+    Every forward in it is of the batch that ``choices`` is of: ``[B, T]`` tokens. Routers weigh the experts by their
+    own code, and where ``choices`` has -1 they choose as they do without, bit for bit. Afterwards the model is as it
+    was before.
+
+    Args:
+        model: a transformers model, bound or not, or a wrapper around one.
+        choices: what :func:`record_router` noted, of this model or of one with the same routers.
+
+    Raises:
+        RouterReplayError: a router is not proven; choices are of another number of layers, of experts, or of experts
+            per token, or beyond them; a forward is of another shape; or backward, which runs checkpointed layers
+            again, comes after it.
+    """
+    routers = proven_routers(model)
+    _refuse_misfits(routers, choices)
+    checkpointed = _refuse_reentrant(model)
+    kept: dict[tuple[int, torch.device], Tensor] = {}
+
+    def takes(layer: int, shape: torch.Size, device: torch.device) -> Tensor:
+        if shape != choices.indices.shape[:2]:
+            raise RouterReplayError(
+                f"choices are of {list(choices.indices.shape[:2])} tokens, and this forward is of {list(shape)}: "
+                "choices.packed(mask) and .padded(mask) lay them out as another batch"
+            )
+        if (layer, device) not in kept:
+            kept[layer, device] = choices.indices[:, :, layer].to(device, torch.int64).flatten(0, 1)
+        return kept[layer, device]
+
+    with _Watched(model, routers, "router replay") as watched:
+        watched.takes, watched.gives = takes, lambda layer, shape, indices: None
+        watched.needs_backward_inside = checkpointed
+        yield
+
+
+@dataclass(frozen=True)
+class _Router:
+    block: str
+    chooser: Chooser
+
+    @property
+    def path(self) -> str:
+        return f"{self.block}.{self.chooser.name}"
+
+
+_PROOFS: WeakKeyDictionary[nn.Module, ProvenOnce[tuple[Chooser | None, str]]] = WeakKeyDictionary()
+
+
+def proven_routers(model: nn.Module) -> tuple[_Router, ...]:
+    """The routers of ``model``, in its layers' order.
+
+    Raises:
+        RouterReplayError: it has none, or one is not proven.
+    """
+    proofs, readings, found = _PROOFS.setdefault(model, ProvenOnce()), Readings(), []
+    for path, block in named_modules(model):
+        if experts_of(block) is None:
+            continue
+        chooser, why_not = proofs.of(probe.behaviour(block), lambda block=block: prove_router(block, readings))  # type: ignore[misc]
+        if chooser is None:
+            raise RouterReplayError(f"{path} ({type(block).__name__}): its choices can't be replayed, since {why_not}")
+        found.append(_Router(path, chooser))
+    if not found:
+        raise RouterReplayError(f"{type(model).__name__} has no layer in which a router chooses among experts")
+    return tuple(found)
+
+
+class _Watched(Transformation):
+    """Routers that choose within :class:`Forced`: given what ``takes`` says, and telling ``gives`` what they chose."""
+
+    name = "router replay"
+    takes: Callable[[int, torch.Size, torch.device], Tensor | None]
+    gives: Callable[[int, torch.Size, Tensor], None]
+    needs_backward_inside = False
+
+    def __init__(self, model: nn.Module, routers: Sequence[_Router], name: str) -> None:
+        super().__init__(model)
+        self._what, self._shapes = name, [torch.Size()] * len(routers)
+        self.apply(self._made(model, routers))
+
+    def describe(self) -> str:
+        return f"{self._what} of {len(self._shapes)} layers"
+
+    def _made(self, model: nn.Module, routers: Sequence[_Router]) -> Iterator[tuple[str, str, Change]]:
+        for layer, router in enumerate(routers):
+            block, inner = (model.get_submodule(path) for path in (router.block, router.path))
+            yield router.block, self.name, ForwardChange(block, self._around_block(current_forward(block), layer))
+            yield router.path, self.name, ForwardChange(inner, self._around(current_forward(inner), layer, router))
+
+    def _around_block(self, original: Callable[..., Any], layer: int) -> Callable[..., Any]:
+        @wraps(original)
+        def forward(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            shape = hidden_states.shape[:-1]
+            self._shapes[layer] = shape if len(shape) == 2 else torch.Size((1, *shape))
+            return original(module, hidden_states, *args, **kwargs)
+
+        return forward
+
+    def _around(self, original: Callable[..., Any], layer: int, router: _Router) -> Callable[..., Any]:
+        chooser = router.chooser
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph would keep what it was traced with
+        @wraps(original)
+        def forward(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            shape = self._shapes[layer]
+            mode = Forced(self.takes(layer, shape, hidden_states.device), chooser.number, chooser.calls)
+            with mode:
+                result = original(module, hidden_states, *args, **kwargs)
+            [indices] = [each for each in indices_in(result) if each.dim() == 2]
+            if mode.taken < shape.numel():
+                raise RouterReplayError(
+                    f"{router.path} chose by no call of topk for {shape.numel() - mode.taken} of {shape.numel()} tokens"
+                )
+            if torch._C._current_graph_task_id() == -1:  # not a forward that backward repeats
+                self.gives(layer, shape, indices)
+            if self.needs_backward_inside:
+                self._hold(result)
+            return result
+
+        return forward
+
+    def _hold(self, result: Any) -> None:
+        def refuse(gradient: Tensor) -> None:
+            if not self.active:
+                raise RouterReplayError(
+                    "backward came after router_replay had ended, and runs checkpointed layers again, whose routers "
+                    "would choose by themselves: call backward within it"
+                )
+
+        for each in result:
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(refuse)
+
+
+def _refuse_misfits(routers: Sequence[_Router], choices: RouterChoices) -> None:
+    indices, experts = choices.indices, tuple(router.chooser.experts for router in routers)
+    why_not = ""
+    if indices.dim() != 4 or indices.is_floating_point():
+        why_not = f"choices are {indices.dtype} {list(indices.shape)}, expected whole numbers [B, T, L, K]"
+    elif indices.shape[2] != len(routers):
+        why_not = f"choices are of {indices.shape[2]} layers, and the model has {len(routers)} with routers"
+    elif choices.experts != experts:
+        why_not = f"choices are among {list(choices.experts)} experts by layer, and the model has {list(experts)}"
+    elif wrong := [router for router in routers if router.chooser.top_k != indices.shape[3]]:
+        why_not = (
+            f"choices are of {indices.shape[3]} experts per token, and {wrong[0].path} takes {wrong[0].chooser.top_k}"
+        )
+    elif indices.numel():
+        limits = torch.tensor(experts, device=indices.device)[:, None]
+        own = indices == OWN
+        beyond = (indices < OWN) | (indices >= limits)
+        if bool(beyond.any()):
+            b, t, layer, k = beyond.nonzero()[0].tolist()
+            expert = int(indices[b, t, layer, k])
+            why_not = f"position [{b}, {t}] has expert {expert} in layer {layer}, which has {experts[layer]}"
+        elif bool((own.any(-1) != own.all(-1)).any()):
+            why_not = (
+                f"a position has {OWN} beside experts: a router chooses all of a token's experts by itself, or none"
+            )
+    if why_not:
+        raise RouterReplayError(f"these choices can't be replayed: {why_not}")
+
+
+def _refuse_reentrant(model: nn.Module) -> bool:
+    """Whether layers are checkpointed. In reentrant ones nothing could tell a backward that comes too late."""
+    layers = [each for each in model.modules() if getattr(each, "gradient_checkpointing", False)]
+    for each in layers:
+        how = getattr(getattr(each, "_gradient_checkpointing_func", None), "keywords", {})
+        if how.get("use_reentrant"):
+            raise RouterReplayError("router_replay needs gradient_checkpointing_kwargs={'use_reentrant': False}")
+    return bool(layers)

@@ -1,0 +1,1 @@
+"""Routers of experts: what they compute, and replaying what they chose."""
