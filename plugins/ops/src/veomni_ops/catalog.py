@@ -22,6 +22,7 @@ OPS: tuple[OpSpec, ...] = (
             "flex_attention": "veomni-flash-attn",
             "npu_fusion_attention": "veomni-npu",
             "native-sparse": "veomni-triton",
+            "torch": "veomni-torch",
         },
         # The names in VeOmni's own trainer. Sequence parallelism is set by sp_size, independently of the kernel.
         legacy_values={f"veomni_flash_attention_{n}_with_sp": f"flash_attention_{n}" for n in (2, 3, 4)},
