@@ -434,9 +434,10 @@ def _edges(problems: _Problems) -> Iterator[Sample]:
     def edge(name: str, call: tuple[Any, dict[str, Any]]) -> Sample:
         return Sample(name, *call, values_only=True)
 
-    # With one key a query's gradient is 0, which no kernel meets but by chance: it isn't compared.
-    (frozen, *rest), options = problems.call(1, 1)
-    yield edge("one token", ((frozen.detach(), *rest), options))
+    # Of queries with one key, the gradients of query and key are 0, which no kernel meets but by chance.
+    for name, lengths in (("one token", ()), ("packed, of one token each", (1,) * 5)):
+        (query, key, *rest), options = problems.call(1, max(1, len(lengths)), lengths=lengths)
+        yield edge(name, ((query.detach(), key.detach(), *rest), options))
     yield edge("no batch", problems.call(0, 9))
     yield edge("no compressed key", problems.call(2, 3))
     yield edge("fewer blocks than are chosen", problems.call(1, 19))
@@ -446,7 +447,6 @@ def _edges(problems: _Problems) -> Iterator[Sample]:
     yield edge("a head each, of one column", problems.call(1, 35, (3, 3), (1, 1)))
     yield edge("blocks that are compressed keys", problems.call(2, 43, sizes=_POOLED))
     yield edge("packed, ties", problems.call(1, 70, lengths=(5, 33, 32), tied=True))
-    yield edge("packed, of one token each", problems.call(1, 5, lengths=(1,) * 5))
     yield edge("an empty sequence", problems.call(1, 33, lengths=(0, 20, 0, 13, 0)))
     yield edge("one chosen block", problems.call(1, 40, sizes=Sizes(2, 1, 4, 1, 0, 1, 1)))
     yield edge("no block that is always chosen", problems.call(1, 40, sizes=Sizes(4, 4, 12, 2, 0, 0, 3)))

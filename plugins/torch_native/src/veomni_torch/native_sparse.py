@@ -203,7 +203,7 @@ class _NativeSparse(Function):
         blocks = _Blocks(tuple(tensors), cu_seq_lens, sizes, scaling)
         needed = ctx.needs_input_grad[:8]
         found = [
-            torch.zeros_like(x, dtype=blocks.wide) if wanted else None
+            x.new_zeros(x.shape, dtype=blocks.wide) if wanted else None
             for x, wanted in zip(blocks.inputs, needed, strict=True)
         ]
         doutput = doutput.reshape(*blocks.inputs.query.shape[:3], doutput.shape[3])
