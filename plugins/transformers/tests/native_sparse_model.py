@@ -68,7 +68,7 @@ class Compression(nn.Module):
         super().__init__()
         self.places = nn.Parameter(torch.randn(SIZES["compress_length"], width) * 0.1)
         self.mlp = nn.Sequential(
-            nn.Linear(SIZES["compress_length"] * width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+            nn.Linear(SIZES["compress_length"] * width, 2 * width), nn.GELU(), nn.Linear(2 * width, width, bias=False)
         )
 
     def forward(self, x: Tensor) -> Tensor:
