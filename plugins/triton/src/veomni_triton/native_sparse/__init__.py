@@ -46,11 +46,12 @@ class Launch:
 
 
 # Not tuned yet: `benchmarks/native_sparse/triton_native_sparse.py --tune`. A chosen block is a tile of keys.
-FORWARD, DQUERY, DKEYS = Launch(128, 64, 8, 2), Launch(64, 64, 8, 2), Launch(64, 64, 8, 2)
+FORWARD, DQUERY, DKEYS = Launch(128, 64, 8, 2), Launch(64, 64, 8, 2), Launch(32, 64, 8, 1)
 SUMS = Launch(64, 128, 8, 2)
-CHOSEN, CHOSEN_DQUERY, CHOSEN_DKEYS = Launch(16, 64, 4, 2), Launch(16, 64, 4, 2), Launch(64, 64, 8, 2)
+CHOSEN, CHOSEN_DQUERY, CHOSEN_DKEYS = Launch(16, 64, 4, 2), Launch(16, 64, 4, 2), Launch(32, 64, 4, 1)
 SMALL = Launch(32, 32, 4, 1)  # in float32, and for GPUs with less shared memory
 BYTES = 200 << 10
+SHARE = 4  # heads of a program of the gradients of compressed keys
 PART = 4096  # queries of a program of the gradients of a block's keys
 
 
@@ -142,8 +143,13 @@ class _Call:
         }
 
     def _shared(self, launch: Launch) -> dict[str, Any]:
+        first = max(16, 1 << self.width.bit_length() - 1)  # the greatest power of two in it
+        rest = max(16, power_of_two(self.width - first))
+        split = first < self.width and first + rest < 2 * first
         return {
-            "D": max(16, power_of_two(self.width)),
+            "D": first if split else max(16, power_of_two(self.width)),
+            "E": rest if split else 16,
+            "SPLIT": split,
             "V": max(16, power_of_two(self.value_width)),
             "PRECISION": "ieee" if self.query.dtype == torch.float32 else "tf32",
             "num_warps": launch.warps,
@@ -300,9 +306,27 @@ def _range_gradients(
     tiles = torch.arange(0, keys, constants["N"], dtype=torch.int32, device=dquery.device)
     firsts = torch.searchsorted(ranges[1], tiles, right=True, out_int32=True)
     lasts = torch.searchsorted(ranges[0], tiles + constants["N"], out_int32=True)
-    kernels.range_dkeys_kernel[len(tiles), call.groups](
-        call.query, *tensors, *ranges, firsts, lasts, *upstream, *into, *factors, keys, *call.widths(), **constants
+    # Of compressed keys there are few tiles, with many queries each: their heads are spread over programs.
+    per_group = call.heads // call.groups
+    share = min(per_group, SHARE) if tensors is call.compressed else per_group
+    parts = ceil_div(per_group, share)
+    partial = into if parts == 1 else tuple(x.new_empty(parts, *x.shape, dtype=torch.float32) for x in into)
+    kernels.range_dkeys_kernel[len(tiles), call.groups, parts](
+        call.query,
+        *tensors,
+        *ranges,
+        firsts,
+        lasts,
+        *upstream,
+        *partial,
+        *factors,
+        share,
+        keys,
+        *call.widths(),
+        **constants,
     )
+    for gradient, of_parts in zip(into, partial, strict=True) if parts > 1 else ():
+        gradient.copy_(of_parts.sum(0))
 
 
 def _chosen_dkeys(call: _Call, chosen: Tensor, upstream: tuple[Tensor, ...], dkey: Tensor, dvalue: Tensor) -> None:
@@ -361,7 +385,7 @@ def _chosen_dkeys(call: _Call, chosen: Tensor, upstream: tuple[Tensor, ...], dke
         blocks,
         *call.widths()[1:],
         size,
-        **{name: constants[name] for name in "NDV"},
+        **{name: constants[name] for name in ("N", "D", "E", "SPLIT", "V")},
     )
 
 

@@ -3,7 +3,8 @@
 Of both ranges' ends, none is before that of an earlier query. Norms are logarithms of sums, to base 2.
 
 Shape legend: ``M`` queries of a tile (of one head, or of all heads of a key head), ``N`` keys of a tile, ``H`` heads of
-a key head, ``D`` columns of keys and ``V`` of values, padded to powers of two.
+a key head, ``D`` columns of keys and ``V`` of values, padded to powers of two. Keys of other widths have ``E`` columns
+more, if ``SPLIT``: 192 are 128 and 64.
 """
 
 from __future__ import annotations
@@ -15,35 +16,65 @@ LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 
 
 @triton.jit
-def _load(x, row_M, is_row_M, width, C: tl.constexpr):
-    """``[M, C]``: whole rows, of ``width`` numbers each; zeros where none is."""
-    column_C = tl.arange(0, C)
+def _load(x, row_M, is_row_M, width, C: tl.constexpr, FIRST: tl.constexpr = 0):
+    """``[M, C]`` of rows of ``width`` numbers, from the column ``FIRST`` on; zeros where none is."""
+    column_C = FIRST + tl.arange(0, C)
     inside_MC = is_row_M[:, None] & (column_C < width)[None, :]
     return tl.load(x + (row_M.to(tl.int64)[:, None] * width + column_C[None, :]), mask=inside_MC, other=0.0)
 
 
 @triton.jit
-def _store(x, tile_MC, row_M, is_row_M, width, C: tl.constexpr):
-    column_C = tl.arange(0, C)
+def _store(x, tile_MC, row_M, is_row_M, width, C: tl.constexpr, FIRST: tl.constexpr = 0):
+    column_C = FIRST + tl.arange(0, C)
     inside_MC = is_row_M[:, None] & (column_C < width)[None, :]
     place_MC = x + (row_M.to(tl.int64)[:, None] * width + column_C[None, :])
     tl.store(place_MC, tile_MC.to(x.dtype.element_ty), mask=inside_MC)
 
 
 @triton.jit
-def _upstream(doutput, gates, norms, means, row_M, is_row_M, width, C: tl.constexpr):
-    """Of a branch: the gradient of its output ``[M, C]``, its norms, and the means of its weights' gradients."""
-    gate_M = tl.load(gates + row_M * 3, mask=is_row_M, other=0.0).to(tl.float32)
-    mixed_MC = _load(doutput, row_M, is_row_M, width, C)
-    of_branch_MC = (mixed_MC.to(tl.float32) * gate_M[:, None]).to(mixed_MC.dtype)
-    norm_M = tl.load(norms + row_M, mask=is_row_M, other=float("inf"))
-    return of_branch_MC, norm_M, tl.load(means + row_M, mask=is_row_M, other=0.0)
+def _load_wide(x, row_M, is_row_M, width, D: tl.constexpr, E: tl.constexpr, SPLIT: tl.constexpr):
+    """Rows of queries or keys, in two parts; if not ``SPLIT``, the second is not read."""
+    x_MD = _load(x, row_M, is_row_M, width, D)
+    x_ME = _load(x, row_M, is_row_M, width, E, D) if SPLIT else x_MD
+    return x_MD, x_ME
 
 
 @triton.jit
-def _attend(query_MD, key_ND, value_NV, seen_MN, highest_M, sum_M, output_MV, scaling, PRECISION: tl.constexpr):
+def _store_wide(x, x_MD, x_ME, row_M, is_row_M, width, D: tl.constexpr, E: tl.constexpr, SPLIT: tl.constexpr):
+    _store(x, x_MD, row_M, is_row_M, width, D)
+    if SPLIT:
+        _store(x, x_ME, row_M, is_row_M, width, E, D)
+
+
+@triton.jit
+def _products(x_MD, x_ME, y_ND, y_NE, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """``[M, N]``: each row of ``x`` times each of ``y``."""
+    product_MN = tl.dot(x_MD, tl.trans(y_ND), input_precision=PRECISION)
+    if SPLIT:
+        product_MN = tl.dot(x_ME, tl.trans(y_NE), product_MN, input_precision=PRECISION)
+    return product_MN
+
+
+@triton.jit
+def _add_rows(sum_MD, sum_ME, weight_MN, y_ND, y_NE, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """The sums with rows of ``y`` more, times weights."""
+    sum_MD = tl.dot(weight_MN, y_ND, sum_MD, input_precision=PRECISION)
+    if SPLIT:
+        sum_ME = tl.dot(weight_MN, y_NE, sum_ME, input_precision=PRECISION)
+    return sum_MD, sum_ME
+
+
+@triton.jit
+def _upstream(gates, norms, means, row_M, is_row_M):
+    """Of a branch ``[M]``: its gates and norms, and the means of its weights' gradients."""
+    gate_M = tl.load(gates + row_M * 3, mask=is_row_M, other=0.0).to(tl.float32)
+    norm_M = tl.load(norms + row_M, mask=is_row_M, other=float("inf"))
+    return gate_M, norm_M, tl.load(means + row_M, mask=is_row_M, other=0.0)
+
+
+@triton.jit
+def _attend(logit_MN, value_NV, seen_MN, highest_M, sum_M, output_MV, PRECISION: tl.constexpr):
     """The running highest logit, sum and output, with a tile of keys more."""
-    logit_MN = tl.dot(query_MD, tl.trans(key_ND), input_precision=PRECISION) * scaling
     logit_MN = tl.where(seen_MN, logit_MN, float("-inf"))
     further_M = tl.maximum(highest_M, tl.max(logit_MN, 1))
     finite_M = tl.where(further_M == float("-inf"), 0.0, further_M)
@@ -66,38 +97,23 @@ def _finish(output, norms, highest_M, sum_M, output_MV, row_M, is_row_M, width, 
 
 
 @triton.jit
-def _dlogits(
-    query_MD, key_ND, value_NV, upstream_MV, norm_M, mean_M, seen_MN, scaling, by_two, PRECISION: tl.constexpr
-):
-    logit_MN = tl.dot(query_MD, tl.trans(key_ND), input_precision=PRECISION) * by_two
+def _dlogits(logit_MN, value_NV, upstream_MV, gate_M, norm_M, mean_M, seen_MN, scaling, PRECISION: tl.constexpr):
+    """The gradients of a tile's logits; ``upstream`` is that of all branches together."""
     weight_MN = tl.where(seen_MN, tl.exp2(logit_MN - norm_M[:, None]), 0.0)
-    dweight_MN = tl.dot(upstream_MV, tl.trans(value_NV), input_precision=PRECISION)
+    dweight_MN = tl.dot(upstream_MV, tl.trans(value_NV), input_precision=PRECISION) * gate_M[:, None]
     return tl.where(seen_MN, weight_MN * (dweight_MN - mean_M[:, None]) * scaling, 0.0)
 
 
 @triton.jit
-def _add_dkeys(
-    dkey_ND,
-    dvalue_NV,
-    query_MD,
-    key_ND,
-    value_NV,
-    upstream_MV,
-    norm_M,
-    mean_M,
-    seen_NM,
-    scaling,
-    by_two,
-    PRECISION: tl.constexpr,
+def _weights_of_keys(
+    logit_NM, value_NV, upstream_MV, gate_M, norm_M, mean_M, seen_NM, scaling, dvalue_NV, PRECISION: tl.constexpr
 ):
-    """The gradients of a tile of keys and values, with a tile of queries more."""
-    logit_NM = tl.dot(key_ND, tl.trans(query_MD), input_precision=PRECISION) * by_two
+    """The gradients of a tile's logits, and those of its values with a tile of queries more."""
     weight_NM = tl.where(seen_NM, tl.exp2(logit_NM - norm_M[None, :]), 0.0)
-    dvalue_NV = tl.dot(weight_NM.to(upstream_MV.dtype), upstream_MV, dvalue_NV, input_precision=PRECISION)
-    dweight_NM = tl.dot(value_NV, tl.trans(upstream_MV), input_precision=PRECISION)
-    dlogit_NM = tl.where(seen_NM, weight_NM * (dweight_NM - mean_M[None, :]) * scaling, 0.0)
-    dkey_ND = tl.dot(dlogit_NM.to(query_MD.dtype), query_MD, dkey_ND, input_precision=PRECISION)
-    return dkey_ND, dvalue_NV
+    gated_NM = (weight_NM * gate_M[None, :]).to(upstream_MV.dtype)
+    dvalue_NV = tl.dot(gated_NM, upstream_MV, dvalue_NV, input_precision=PRECISION)
+    dweight_NM = tl.dot(value_NV, tl.trans(upstream_MV), input_precision=PRECISION) * gate_M[None, :]
+    return tl.where(seen_NM, weight_NM * (dweight_NM - mean_M[None, :]) * scaling, 0.0), dvalue_NV
 
 
 @triton.jit
@@ -130,6 +146,8 @@ def range_forward_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
+    SPLIT: tl.constexpr,
     V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -138,19 +156,18 @@ def range_forward_kernel(
     group = head // (heads // groups)
     token_M, is_token_M, begin_M, stop_M, first, last = _ranges(begins, stops, tokens, M)
     row_M = token_M * heads + head
-    query_MD = _load(query, row_M, is_token_M, width, D)
+    query_MD, query_ME = _load_wide(query, row_M, is_token_M, width, D, E, SPLIT)
     highest_M = tl.full([M], float("-inf"), dtype=tl.float32)
     sum_M = tl.zeros([M], dtype=tl.float32)
     output_MV = tl.zeros([M, V], dtype=tl.float32)
     for start in range(first, last, N):
         key_N = start + tl.arange(0, N)
         row_N = key_N.to(tl.int64) * groups + group
-        key_ND = _load(key, row_N, key_N < last, width, D)
+        key_ND, key_NE = _load_wide(key, row_N, key_N < last, width, D, E, SPLIT)
         value_NV = _load(value, row_N, key_N < last, value_width, V)
         seen_MN = (key_N[None, :] >= begin_M[:, None]) & (key_N[None, :] < stop_M[:, None])
-        highest_M, sum_M, output_MV = _attend(
-            query_MD, key_ND, value_NV, seen_MN, highest_M, sum_M, output_MV, scaling, PRECISION
-        )
+        logit_MN = _products(query_MD, query_ME, key_ND, key_NE, SPLIT, PRECISION) * scaling
+        highest_M, sum_M, output_MV = _attend(logit_MN, value_NV, seen_MN, highest_M, sum_M, output_MV, PRECISION)
     _finish(output, norms, highest_M, sum_M, output_MV, row_M, is_token_M, value_width, V)
 
 
@@ -176,6 +193,8 @@ def range_dquery_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
+    SPLIT: tl.constexpr,
     V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -184,21 +203,27 @@ def range_dquery_kernel(
     group = head // (heads // groups)
     token_M, is_token_M, begin_M, stop_M, first, last = _ranges(begins, stops, tokens, M)
     row_M = token_M * heads + head
-    query_MD = _load(query, row_M, is_token_M, width, D)
-    upstream_MV, norm_M, mean_M = _upstream(doutput, gates, norms, means, row_M, is_token_M, value_width, V)
+    query_MD, query_ME = _load_wide(query, row_M, is_token_M, width, D, E, SPLIT)
+    upstream_MV = _load(doutput, row_M, is_token_M, value_width, V)
+    gate_M, norm_M, mean_M = _upstream(gates, norms, means, row_M, is_token_M)
     dquery_MD = tl.zeros([M, D], dtype=tl.float32)
+    dquery_ME = tl.zeros([M, E], dtype=tl.float32)
     for start in range(first, last, N):
         key_N = start + tl.arange(0, N)
         row_N = key_N.to(tl.int64) * groups + group
-        key_ND = _load(key, row_N, key_N < last, width, D)
+        key_ND, key_NE = _load_wide(key, row_N, key_N < last, width, D, E, SPLIT)
         value_NV = _load(value, row_N, key_N < last, value_width, V)
         seen_MN = (key_N[None, :] >= begin_M[:, None]) & (key_N[None, :] < stop_M[:, None])
-        dlogit_MN = _dlogits(
-            query_MD, key_ND, value_NV, upstream_MV, norm_M, mean_M, seen_MN, scaling, by_two, PRECISION
+        logit_MN = _products(query_MD, query_ME, key_ND, key_NE, SPLIT, PRECISION) * by_two
+        dlogit_MN = _dlogits(logit_MN, value_NV, upstream_MV, gate_M, norm_M, mean_M, seen_MN, scaling, PRECISION)
+        dquery_MD, dquery_ME = _add_rows(
+            dquery_MD, dquery_ME, dlogit_MN.to(key_ND.dtype), key_ND, key_NE, SPLIT, PRECISION
         )
-        dquery_MD = tl.dot(dlogit_MN.to(key_ND.dtype), key_ND, dquery_MD, input_precision=PRECISION)
-    dquery_MD += _load(dquery, row_M, is_token_M, width, D).to(tl.float32)
-    _store(dquery, dquery_MD, row_M, is_token_M, width, D)
+    former_MD, former_ME = _load_wide(dquery, row_M, is_token_M, width, D, E, SPLIT)
+    dquery_MD += former_MD.to(tl.float32)
+    if SPLIT:
+        dquery_ME += former_ME.to(tl.float32)
+    _store_wide(dquery, dquery_MD, dquery_ME, row_M, is_token_M, width, D, E, SPLIT)
 
 
 @triton.jit
@@ -218,6 +243,7 @@ def range_dkeys_kernel(
     dvalue,
     scaling,
     by_two,
+    share,
     keys,
     heads,
     groups,
@@ -226,44 +252,46 @@ def range_dkeys_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
+    SPLIT: tl.constexpr,
     V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradients of a tile of keys of one head, from the queries ``firsts`` to ``lasts``, which may see some."""
+    """The gradients of a tile of keys of one head, from the queries ``firsts`` to ``lasts``, which may see some.
+
+    A program adds up ``share`` of the key head's heads, and writes to a part ``[keys, G, D or V]`` of its own.
+    """
     group = tl.program_id(1)
     key_N = tl.program_id(0) * N + tl.arange(0, N)
     row_N, is_key_N = key_N.to(tl.int64) * groups + group, key_N < keys
-    key_ND = _load(key, row_N, is_key_N, width, D)
+    key_ND, key_NE = _load_wide(key, row_N, is_key_N, width, D, E, SPLIT)
     value_NV = _load(value, row_N, is_key_N, value_width, V)
     dkey_ND = tl.zeros([N, D], dtype=tl.float32)
+    dkey_NE = tl.zeros([N, E], dtype=tl.float32)
     dvalue_NV = tl.zeros([N, V], dtype=tl.float32)
     first, last = tl.load(firsts + tl.program_id(0)), tl.load(lasts + tl.program_id(0))
-    per_group = heads // groups
-    for head in range(group * per_group, (group + 1) * per_group):
+    last_head = (group + 1) * (heads // groups)
+    first_head = group * (heads // groups) + tl.program_id(2) * share
+    for head in range(first_head, tl.minimum(first_head + share, last_head)):
         for start in range(first, last, M):
             token_M = start + tl.arange(0, M)
             is_token_M = token_M < last
             begin_M = tl.load(begins + token_M, mask=is_token_M, other=0)
             stop_M = tl.load(stops + token_M, mask=is_token_M, other=0)
             row_M = token_M.to(tl.int64) * heads + head
-            query_MD = _load(query, row_M, is_token_M, width, D)
-            upstream_MV, norm_M, mean_M = _upstream(doutput, gates, norms, means, row_M, is_token_M, value_width, V)
+            query_MD, query_ME = _load_wide(query, row_M, is_token_M, width, D, E, SPLIT)
+            upstream_MV = _load(doutput, row_M, is_token_M, value_width, V)
+            gate_M, norm_M, mean_M = _upstream(gates, norms, means, row_M, is_token_M)
             seen_NM = (key_N[:, None] >= begin_M[None, :]) & (key_N[:, None] < stop_M[None, :]) & is_key_N[:, None]
-            dkey_ND, dvalue_NV = _add_dkeys(
-                dkey_ND,
-                dvalue_NV,
-                query_MD,
-                key_ND,
-                value_NV,
-                upstream_MV,
-                norm_M,
-                mean_M,
-                seen_NM,
-                scaling,
-                by_two,
-                PRECISION,
+            logit_NM = _products(key_ND, key_NE, query_MD, query_ME, SPLIT, PRECISION) * by_two
+            dlogit_NM, dvalue_NV = _weights_of_keys(
+                logit_NM, value_NV, upstream_MV, gate_M, norm_M, mean_M, seen_NM, scaling, dvalue_NV, PRECISION
             )
-    _store(dkey, dkey_ND, row_N, is_key_N, width, D)
+            dkey_ND, dkey_NE = _add_rows(
+                dkey_ND, dkey_NE, dlogit_NM.to(query_MD.dtype), query_MD, query_ME, SPLIT, PRECISION
+            )
+    row_N += tl.program_id(2).to(tl.int64) * keys * groups
+    _store_wide(dkey, dkey_ND, dkey_NE, row_N, is_key_N, width, D, E, SPLIT)
     _store(dvalue, dvalue_NV, row_N, is_key_N, value_width, V)
 
 
@@ -285,6 +313,8 @@ def sums_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
+    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """``sums[G, rows, keys]``: the weights of some queries, summed over the heads of each key head.
@@ -299,14 +329,14 @@ def sums_kernel(
     stop_M = tl.load(stops + token_M, mask=is_row_M, other=0)
     seen_MN = (key_N[None, :] >= begin_M[:, None]) & (key_N[None, :] < stop_M[:, None]) & is_key_N[None, :]
     if tl.max(tl.max(seen_MN.to(tl.int32), 1), 0) > 0:
-        key_ND = _load(key, key_N.to(tl.int64) * groups + group, is_key_N, width, D)
+        key_ND, key_NE = _load_wide(key, key_N.to(tl.int64) * groups + group, is_key_N, width, D, E, SPLIT)
         sum_MN = tl.zeros([M, N], dtype=tl.float32)
         per_group = heads // groups
         for head in range(group * per_group, (group + 1) * per_group):
             at_M = token_M * heads + head
-            query_MD = _load(query, at_M, is_row_M, width, D)
+            query_MD, query_ME = _load_wide(query, at_M, is_row_M, width, D, E, SPLIT)
             norm_M = tl.load(norms + at_M, mask=is_row_M, other=float("inf"))
-            logit_MN = tl.dot(query_MD, tl.trans(key_ND), input_precision=PRECISION) * scaling
+            logit_MN = _products(query_MD, query_ME, key_ND, key_NE, SPLIT, PRECISION) * scaling
             sum_MN += tl.exp2(logit_MN - norm_M[:, None])
         into_MN = sums + (group.to(tl.int64) * rows + row_M[:, None]) * keys + key_N[None, :]
         tl.store(into_MN, sum_MN, mask=seen_MN & is_row_M[:, None])
@@ -392,6 +422,8 @@ def chosen_forward_kernel(
     H: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
+    SPLIT: tl.constexpr,
     V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -400,17 +432,18 @@ def chosen_forward_kernel(
     head_H, per_group = tl.arange(0, H), heads // groups
     row_H, is_head_H = token * heads + group * per_group + head_H, head_H < per_group
     begin = tl.load(begins + token)
-    query_HD = _load(query, row_H, is_head_H, width, D)
+    query_HD, query_HE = _load_wide(query, row_H, is_head_H, width, D, E, SPLIT)
     highest_H = tl.full([H], float("-inf"), dtype=tl.float32)
     sum_H = tl.zeros([H], dtype=tl.float32)
     output_HV = tl.zeros([H, V], dtype=tl.float32)
     for place in range(count):
         key_N, is_key_N = _chosen_keys(chosen, begin, token, group, groups, count, place, block_size, N)
         row_N = key_N.to(tl.int64) * groups + group
-        key_ND = _load(key, row_N, is_key_N, width, D)
+        key_ND, key_NE = _load_wide(key, row_N, is_key_N, width, D, E, SPLIT)
         value_NV = _load(value, row_N, is_key_N, value_width, V)
+        logit_HN = _products(query_HD, query_HE, key_ND, key_NE, SPLIT, PRECISION) * scaling
         highest_H, sum_H, output_HV = _attend(
-            query_HD, key_ND, value_NV, is_key_N[None, :], highest_H, sum_H, output_HV, scaling, PRECISION
+            logit_HN, value_NV, is_key_N[None, :], highest_H, sum_H, output_HV, PRECISION
         )
     _finish(output, norms, highest_H, sum_H, output_HV, row_H, is_head_H, value_width, V)
 
@@ -438,6 +471,8 @@ def chosen_dquery_kernel(
     H: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
+    SPLIT: tl.constexpr,
     V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -446,19 +481,24 @@ def chosen_dquery_kernel(
     head_H, per_group = tl.arange(0, H), heads // groups
     row_H, is_head_H = token * heads + group * per_group + head_H, head_H < per_group
     begin = tl.load(begins + token)
-    query_HD = _load(query, row_H, is_head_H, width, D)
-    upstream_HV, norm_H, mean_H = _upstream(doutput, gates, norms, means, row_H, is_head_H, value_width, V)
+    query_HD, query_HE = _load_wide(query, row_H, is_head_H, width, D, E, SPLIT)
+    upstream_HV = _load(doutput, row_H, is_head_H, value_width, V)
+    gate_H, norm_H, mean_H = _upstream(gates, norms, means, row_H, is_head_H)
     dquery_HD = tl.zeros([H, D], dtype=tl.float32)
+    dquery_HE = tl.zeros([H, E], dtype=tl.float32)
     for place in range(count):
         key_N, is_key_N = _chosen_keys(chosen, begin, token, group, groups, count, place, block_size, N)
         row_N = key_N.to(tl.int64) * groups + group
-        key_ND = _load(key, row_N, is_key_N, width, D)
+        key_ND, key_NE = _load_wide(key, row_N, is_key_N, width, D, E, SPLIT)
         value_NV = _load(value, row_N, is_key_N, value_width, V)
+        logit_HN = _products(query_HD, query_HE, key_ND, key_NE, SPLIT, PRECISION) * by_two
         dlogit_HN = _dlogits(
-            query_HD, key_ND, value_NV, upstream_HV, norm_H, mean_H, is_key_N[None, :], scaling, by_two, PRECISION
+            logit_HN, value_NV, upstream_HV, gate_H, norm_H, mean_H, is_key_N[None, :], scaling, PRECISION
         )
-        dquery_HD = tl.dot(dlogit_HN.to(key_ND.dtype), key_ND, dquery_HD, input_precision=PRECISION)
-    _store(dquery, dquery_HD, row_H, is_head_H, width, D)
+        dquery_HD, dquery_HE = _add_rows(
+            dquery_HD, dquery_HE, dlogit_HN.to(key_ND.dtype), key_ND, key_NE, SPLIT, PRECISION
+        )
+    _store_wide(dquery, dquery_HD, dquery_HE, row_H, is_head_H, width, D, E, SPLIT)
 
 
 @triton.jit
@@ -492,6 +532,8 @@ def chosen_dkeys_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
+    SPLIT: tl.constexpr,
     V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -510,9 +552,10 @@ def chosen_dkeys_kernel(
         key_N = tl.load(block_begins + block) + column_N
         is_key_N = key_N < tl.load(block_stops + block)
         row_N = key_N.to(tl.int64) * groups + group
-        key_ND = _load(key, row_N, is_key_N, width, D)
+        key_ND, key_NE = _load_wide(key, row_N, is_key_N, width, D, E, SPLIT)
         value_NV = _load(value, row_N, is_key_N, value_width, V)
         dkey_ND = tl.zeros([N, D], dtype=tl.float32)
+        dkey_NE = tl.zeros([N, E], dtype=tl.float32)
         dvalue_NV = tl.zeros([N, V], dtype=tl.float32)
         member_M, head_M = tl.arange(0, M) // H, tl.arange(0, M) % H
         takers += group.to(tl.int64) * taken
@@ -520,25 +563,19 @@ def chosen_dkeys_kernel(
             is_query_M = (member_M < M // H) & (place + member_M < stop)
             token_M = tl.load(takers + place + member_M, mask=is_query_M, other=0)
             row_M = token_M.to(tl.int64) * heads + group * H + head_M
-            query_MD = _load(query, row_M, is_query_M, width, D)
-            upstream_MV, norm_M, mean_M = _upstream(doutput, gates, norms, means, row_M, is_query_M, value_width, V)
+            query_MD, query_ME = _load_wide(query, row_M, is_query_M, width, D, E, SPLIT)
+            upstream_MV = _load(doutput, row_M, is_query_M, value_width, V)
+            gate_M, norm_M, mean_M = _upstream(gates, norms, means, row_M, is_query_M)
             seen_NM = is_key_N[:, None] & is_query_M[None, :] & (key_N[:, None] <= token_M[None, :])
-            dkey_ND, dvalue_NV = _add_dkeys(
-                dkey_ND,
-                dvalue_NV,
-                query_MD,
-                key_ND,
-                value_NV,
-                upstream_MV,
-                norm_M,
-                mean_M,
-                seen_NM,
-                scaling,
-                by_two,
-                PRECISION,
+            logit_NM = _products(key_ND, key_NE, query_MD, query_ME, SPLIT, PRECISION) * by_two
+            dlogit_NM, dvalue_NV = _weights_of_keys(
+                logit_NM, value_NV, upstream_MV, gate_M, norm_M, mean_M, seen_NM, scaling, dvalue_NV, PRECISION
+            )
+            dkey_ND, dkey_NE = _add_rows(
+                dkey_ND, dkey_NE, dlogit_NM.to(query_MD.dtype), query_MD, query_ME, SPLIT, PRECISION
             )
         partial += (at * groups + group.to(tl.int64)) * block_size * (width + value_width)
-        _store(partial, dkey_ND, column_N, column_N < block_size, width, D)
+        _store_wide(partial, dkey_ND, dkey_NE, column_N, column_N < block_size, width, D, E, SPLIT)
         _store(partial + block_size * width, dvalue_NV, column_N, column_N < block_size, value_width, V)
 
 
@@ -557,6 +594,8 @@ def add_parts_kernel(
     block_size,
     N: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
+    SPLIT: tl.constexpr,
     V: tl.constexpr,
 ):
     """A block's gradients, of all its parts in order."""
@@ -565,14 +604,18 @@ def add_parts_kernel(
     key_N = tl.load(block_begins + block) + column_N
     is_key_N = key_N < tl.load(block_stops + block)
     dkey_ND = tl.zeros([N, D], dtype=tl.float32)
+    dkey_NE = tl.zeros([N, E], dtype=tl.float32)
     dvalue_NV = tl.zeros([N, V], dtype=tl.float32)
     of_block = parts_before + group * (blocks + 1) + block
     for at in range(tl.load(of_block), tl.load(of_block + 1)):
         here = partial + (at * groups + group.to(tl.int64)) * block_size * (width + value_width)
-        dkey_ND += _load(here, column_N, is_key_N, width, D)
+        part_ND, part_NE = _load_wide(here, column_N, is_key_N, width, D, E, SPLIT)
+        dkey_ND += part_ND
+        if SPLIT:
+            dkey_NE += part_NE
         dvalue_NV += _load(here + block_size * width, column_N, is_key_N, value_width, V)
     row_N = key_N.to(tl.int64) * groups + group
-    _store(dkey, dkey_ND, row_N, is_key_N, width, D)
+    _store_wide(dkey, dkey_ND, dkey_NE, row_N, is_key_N, width, D, E, SPLIT)
     _store(dvalue, dvalue_NV, row_N, is_key_N, value_width, V)
 
 
