@@ -23,7 +23,7 @@ SPECS = [
     spec
     for plugin in (flash_attn, npu, torch_native)
     for spec in plugin.veomni_kernels()
-    if spec.op_name == "attention" and not spec.mask
+    if (spec.op_name, spec.variant) == ("attention", "standard") and not spec.mask
 ]
 seen: list[torch.Tensor] = []
 

@@ -15,6 +15,7 @@ from veomni_triton import (
     dsa_attention,
     dsa_indexer,
     mamba2_scan,
+    native_sparse,
     rms_norm,
     rms_norm_gated,
     rotary_pos_emb,
@@ -38,6 +39,7 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         )
     yield "scan of heads of (64, 128)", lambda: _scan(tensor, 64, 128)
     yield "sparse attention", lambda: _sparse_attention(tensor, 128, 512, 64, 128, 64)
+    yield "sparse attention, native", lambda: _native_sparse(tensor, (64, 4), (192, 128))
     if dtype == torch.float32:  # all other launches have as many elements in a tile as those of 16 bits, or far fewer
         return
     heads, angles = (1, 8, 64, 128), (1, 64, 128)
@@ -87,6 +89,14 @@ def _sparse_attention(
     return dsa_attention.standard(
         tensor(batch, length, heads, width), tensor(batch, length, width), chosen, width**-0.5, value_width
     )
+
+
+def _native_sparse(tensor: Callable[..., Tensor], heads: tuple[int, int], widths: tuple[int, int]) -> Tensor:
+    length, compressed = 4096, 255
+    keys, values = (tensor(1, length, heads[1], width) for width in widths)
+    of_keys, of_values = (tensor(1, compressed, heads[1], width) for width in widths)
+    query, gates = tensor(1, length, heads[0], widths[0]), tensor(1, length, heads[0], 3)
+    return native_sparse.native_sparse(query, keys, values, of_keys, of_values, gates)
 
 
 def _scan(tensor: Callable[..., Tensor], width: int, state: int) -> Tensor:

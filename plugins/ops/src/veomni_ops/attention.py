@@ -54,6 +54,7 @@ from veomni_core.errors import ConfigError
 from veomni_ops.attention_samples import AttentionModule as AttentionModule
 from veomni_ops.attention_samples import alike, beyond_a_tile, large, samples
 from veomni_ops.contract import Contract, Tolerance, compute_dtype
+from veomni_ops.native_sparse import CONTRACT
 
 # By the attention interface of transformers whose masks the kernel takes.
 MASK_FEATURES = {
@@ -269,5 +270,6 @@ CONTRACTS = {
         large_factor=1e2,
         # PyTorch's own fused attention loses digits of them on an H200: errors of 6.6e-4 in float32.
         denormal_inputs=False,
-    )
+    ),
+    "native_sparse": CONTRACT,
 }

@@ -7,7 +7,7 @@ from veomni_core.descriptions.op_spec import OpSpec
 OPS: tuple[OpSpec, ...] = (
     OpSpec(
         name="attention",
-        variants=("standard",),
+        variants=("standard", "native_sparse"),
         config_field="attn_implementation",
         default="flash_attention_2",
         contract="veomni_ops.attention:CONTRACTS",
@@ -21,7 +21,8 @@ OPS: tuple[OpSpec, ...] = (
             "flash_attention_4": "veomni-flash-attn",
             "flex_attention": "veomni-flash-attn",
             "npu_fusion_attention": "veomni-npu",
-            "native-sparse": "",
+            "native-sparse": "veomni-triton",
+            "torch": "veomni-torch",
         },
         # The names in VeOmni's own trainer. Sequence parallelism is set by sp_size, independently of the kernel.
         legacy_values={f"veomni_flash_attention_{n}_with_sp": f"flash_attention_{n}" for n in (2, 3, 4)},

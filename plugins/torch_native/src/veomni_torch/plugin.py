@@ -79,6 +79,15 @@ def veomni_kernels() -> list[KernelSpec]:
             deterministic=False,
             features=("dense_mask", "dropout", "position_bias", "wide_heads", "odd_heads", "sdpa_mask"),
         ),
+        KernelSpec(
+            name="torch",
+            op_name="attention",
+            variant="native_sparse",
+            factory="veomni_torch.native_sparse:native_sparse",
+            description="a block of queries at a time, and again in backward; saves its inputs and the choice",
+            preference=0,  # on request, as veomni-triton's
+            deterministic=False,  # on a GPU gradients of keys are added in any order
+        ),
         *KernelSpec.for_variants(
             norms,
             name="torch",

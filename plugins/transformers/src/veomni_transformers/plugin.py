@@ -49,6 +49,12 @@ SITE_RULES: tuple[SiteRule, ...] = (
     ),
     SiteRule("sparse attention", "veomni_transformers.sparse_attention.locator:SparseAttention", order=25, proves=True),
     SiteRule(
+        "native sparse attention",
+        "veomni_transformers.native_sparse.locator:NativeSparseAttention",
+        order=25,
+        proves=True,
+    ),
+    SiteRule(
         "attention interface",
         "veomni_transformers.attention.locator:AttentionInterface",
         order=30,

@@ -121,6 +121,16 @@ def veomni_kernels() -> list[KernelSpec]:
             options=(_INDEXER_LOSS,),
         ),
         KernelSpec(
+            name="native-sparse",
+            op_name="attention",
+            variant="native_sparse",
+            factory="veomni_triton.native_sparse:native_sparse",
+            hardware=_MATRIX_UNITS,
+            suspicions=_NEVER_RUN,
+            description="a query's heads of a key head at a time; gradients of a block's keys from those that chose it",
+            preference=0,  # on request: not timed yet
+        ),
+        KernelSpec(
             name="triton",
             op_name="causal_conv1d",
             variant="standard",

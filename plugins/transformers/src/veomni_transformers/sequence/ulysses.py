@@ -115,10 +115,10 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None, *, overla
     if any(isinstance(each, SequenceParallel) for each in transformations_reaching(model)):
         raise BindingError("this model is sequence-parallel already: undo() that first")
     decisions = sites_of(model)
-    if any(each.site.op_name.startswith("dsa_") for each in decisions):
+    if any(each.site.op_name.startswith("dsa_") or each.site.variant == "native_sparse" for each in decisions):
         raise ConfigError(
-            f"{type(model).__name__} can't run sequence-parallel: its indexer chooses keys, and would see this rank's "
-            "alone"
+            f"{type(model).__name__} can't run sequence-parallel: its attention chooses keys, and would see this "
+            "rank's alone"
         )
     attention = of_text(model, [decision for decision in decisions if decision.site.op_name == "attention"])
     balancing = [decision.site for decision in decisions if decision.site.op_name == "load_balancing_loss"]

@@ -1,0 +1,1 @@
+"""attention's variant native_sparse, in models that bring its modules."""

@@ -1,0 +1,415 @@
+"""Native sparse attention in Triton: three branches, each computed as FlashAttention does, and a choice of blocks.
+
+A program of the chosen branch has one query and all heads of a key head, and its gradients of keys have a block and the
+queries that chose it, found by sorting: nothing is added by atomics. Forward saves its inputs, the branches' outputs, a
+number for each query, head and branch, and the choice. Scores of blocks exist for some queries at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, library
+from torch.autograd import Function
+
+from veomni_core.kernels import first_derivatives_only, product_operands, without_autocast
+from veomni_ops.native_sparse import Places, Sizes, blocks_of, bounds_of, check_call
+from veomni_triton.gpu import gpu_of
+from veomni_triton.native_sparse import kernels
+from veomni_triton.sizes import ceil_div, power_of_two
+
+_NAMESPACE = "veomni_triton"
+_LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
+_KEYS = "Tensor key, Tensor value, Tensor compressed_key, Tensor compressed_value, Tensor wkey, Tensor wvalue"
+_INPUTS = f"Tensor query, {_KEYS}, Tensor gates, Tensor? cu_seq_lens, float scaling, int[] sizes"
+_LIBRARY.define(f"native_sparse_forward({_INPUTS}) -> (Tensor output, Tensor branches, Tensor norms, Tensor chosen)")
+_LIBRARY.define(
+    f"native_sparse_gradients(Tensor doutput, Tensor branches, Tensor norms, Tensor chosen, {_INPUTS}) -> "
+    "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dcompressed_key, Tensor dcompressed_value, Tensor dwkey, "
+    "Tensor dwvalue, Tensor dgates)"
+)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SUMS = 1 << 26  # numbers of a block's sums, 256 MiB
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Queries of a tile (rows, of a chosen block's), keys of a tile, warps, and the depth of the loop's pipeline."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# Not tuned yet: `benchmarks/native_sparse/triton_native_sparse.py --tune`. A chosen block is a tile of keys.
+FORWARD, DQUERY, DKEYS = Launch(128, 64, 8, 2), Launch(64, 64, 8, 2), Launch(32, 64, 8, 1)
+SUMS = Launch(64, 128, 8, 2)
+CHOSEN, CHOSEN_DQUERY, CHOSEN_DKEYS = Launch(16, 64, 4, 2), Launch(16, 64, 4, 2), Launch(32, 64, 4, 1)
+SMALL = Launch(32, 32, 4, 1)  # in float32, and for GPUs with less shared memory
+BYTES = 200 << 10
+SHARE = 4  # heads of a program of the gradients of compressed keys
+PART = 4096  # queries of a program of the gradients of a block's keys
+
+
+def native_sparse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    compressed_key: Tensor,
+    compressed_value: Tensor,
+    gates: Tensor,
+    window_key: Tensor | None = None,
+    window_value: Tensor | None = None,
+    cu_seq_lens: Tensor | None = None,
+    scaling: float | None = None,
+    **sizes: int,
+) -> Tensor:
+    """``[B, T, H, V]``, with gradients of all tensors but the bounds.
+
+    Raises:
+        ValueError: shapes, dtypes or sizes don't fit together.
+        TypeError: keys or values differ from query in dtype without autocast, or are of none of float32, bfloat16 and
+            float16.
+    """
+    made = Sizes(**sizes)
+    names = ("query", "key", "value", "compressed_key", "compressed_value", "window_key", "window_value")
+    window_key, window_value = (
+        key if window_key is None else window_key,
+        value if window_value is None else window_value,
+    )
+    given = query, key, value, compressed_key, compressed_value, window_key, window_value
+    tensors = product_operands("native-sparse", dtypes=_DTYPES, **dict(zip(names, given, strict=True)))
+    query, key, value, compressed_key, compressed_value, window_key, window_value = tensors
+    check_call(query, key, value, compressed_key, compressed_value, gates, window_key, window_value, cu_seq_lens, made)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    return _NativeSparse.apply(*tensors, gates, cu_seq_lens, scaling, list(astuple(made)))[0]  # type: ignore[no-any-return]
+
+
+class _NativeSparse(Function):
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, *call: Any) -> tuple[Tensor, ...]:
+        output, *saved = torch.ops.veomni_triton.native_sparse_forward.default(*call)
+        ctx.save_for_backward(*saved, *call[:9])
+        ctx.settings = call[9:]
+        ctx.mark_non_differentiable(*saved)
+        return output, *saved
+
+    @staticmethod
+    @first_derivatives_only
+    @without_autocast
+    def backward(ctx: Any, doutput: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        found = torch.ops.veomni_triton.native_sparse_gradients.default(doutput, *ctx.saved_tensors, *ctx.settings)
+        wanted = (x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=False))
+        return *wanted, None, None, None
+
+
+class _Call:
+    """What all launches of a call share: contiguous tensors, flat over the batch, and where its tokens are."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], cu_seq_lens: Tensor | None, scaling: float, sizes: Sizes) -> None:
+        self.query, self.key, self.value, *others, self.gates = (x.contiguous() for x in tensors)
+        self.compressed, self.window = others[:2], others[2:]
+        batch, self.row, self.heads, self.width = self.query.shape
+        self.tokens, self.groups, self.value_width = batch * self.row, self.key.shape[2], self.value.shape[3]
+        self.sizes, self.scaling, self.by_two = sizes, scaling, scaling / math.log(2)
+        self.bounds = bounds_of(self.query, cu_seq_lens)
+        self.places = places = Places.of(self.tokens, self.bounds, sizes)
+        self.begins, self.blocks = places.begin.int(), places.block.int()
+        last = self.compressed[0].shape[:2].numel()
+        self.complete = places.compressed_begin.clamp_max(last).int(), places.compressed_stop.clamp_max(last).int()
+        stops = torch.arange(1, self.tokens + 1, dtype=torch.int32, device=self.query.device)
+        self.last_keys = torch.maximum(self.begins, stops - sizes.window), stops
+        self.is_small = self.query.dtype == torch.float32 or gpu_of(self.query.device).shared_bytes < BYTES
+
+    def widths(self) -> tuple[int, int, int, int]:
+        return self.heads, self.groups, self.width, self.value_width
+
+    def of_ranges(self, launch: Launch) -> dict[str, Any]:
+        launch = SMALL if self.is_small else launch
+        return {"M": launch.queries, "N": launch.keys, **self._shared(launch)}
+
+    def of_blocks(self, launch: Launch) -> dict[str, Any]:
+        """Of tiles of heads of one query and the keys of one block."""
+        launch = SMALL if self.is_small else launch
+        return {
+            "H": max(16, power_of_two(self.heads // self.groups)),
+            "N": max(16, power_of_two(self.sizes.block_size)),
+            **self._shared(launch),
+        }
+
+    def _shared(self, launch: Launch) -> dict[str, Any]:
+        first = max(16, 1 << self.width.bit_length() - 1)  # the greatest power of two in it
+        rest = max(16, power_of_two(self.width - first))
+        split = first < self.width and first + rest < 2 * first
+        return {
+            "D": first if split else max(16, power_of_two(self.width)),
+            "E": rest if split else 16,
+            "SPLIT": split,
+            "V": max(16, power_of_two(self.value_width)),
+            "PRECISION": "ieee" if self.query.dtype == torch.float32 else "tf32",
+            "num_warps": launch.warps,
+            "num_stages": launch.stages,
+        }
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    output, branches, norms, chosen = _results(*arguments)
+    if not output.numel():
+        return output, branches, norms, chosen
+    call = _Call(arguments[:8], arguments[8], arguments[9], Sizes(*arguments[10]))
+    with torch.cuda.device_of(output):
+        _attend_ranges(call, *call.compressed, call.complete, branches[0], norms[0])
+        _choose(call, norms[0], chosen)
+        kernels.chosen_forward_kernel[call.tokens, call.groups](
+            call.query,
+            call.key,
+            call.value,
+            call.begins,
+            chosen,
+            branches[1],
+            norms[1],
+            call.by_two,
+            *call.widths(),
+            chosen.shape[-1],
+            call.sizes.block_size,
+            **call.of_blocks(CHOSEN),
+        )
+        _attend_ranges(call, *call.window, call.last_keys, branches[2], norms[2])
+        rows, columns, width = _rows(call)
+        kernels.mix_kernel[ceil_div(rows, columns),](
+            branches, call.gates, output, rows, call.value_width, R=columns, V=width
+        )
+    return output, branches, norms, chosen
+
+
+def _rows(call: _Call) -> tuple[int, int, int]:
+    """Rows of the output, those of a program, and the columns of one, padded."""
+    width = power_of_two(call.value_width)
+    return call.tokens * call.heads, max(1, 4096 // width), width
+
+
+def _attend_ranges(
+    call: _Call, key: Tensor, value: Tensor, ranges: tuple[Tensor, Tensor], output: Tensor, norms: Tensor
+) -> None:
+    constants = call.of_ranges(FORWARD)
+    kernels.range_forward_kernel[ceil_div(call.tokens, constants["M"]), call.heads](
+        call.query, key, value, *ranges, output, norms, call.by_two, call.tokens, *call.widths(), **constants
+    )
+
+
+def _choose(call: _Call, norms: Tensor, chosen: Tensor) -> None:
+    """Fill ``chosen[B, T, G, K]``, of some queries at a time."""
+    key, sizes = call.compressed[0], call.sizes
+    keys = max(1, key.shape[:2].numel())
+    launch = SMALL if call.is_small else SUMS
+    size = min(call.tokens, max(launch.queries, _SUMS // (keys * call.groups)))
+    sums = key.new_empty(call.groups, size, keys, dtype=torch.float32)
+    constants = call.of_ranges(SUMS)
+    del constants["V"]
+    blocks = power_of_two(blocks_of(call.row, sizes))
+    for first in range(0, call.tokens, size):
+        rows = min(size, call.tokens - first)
+        kernels.sums_kernel[ceil_div(rows, launch.queries), ceil_div(keys, launch.keys), call.groups](
+            call.query,
+            key,
+            *call.complete,
+            norms,
+            sums,
+            first,
+            rows,
+            keys,
+            *call.widths()[:3],
+            call.by_two,
+            **constants,
+        )
+        columns = max(1, 2048 // blocks)
+        kernels.choose_kernel[ceil_div(rows, columns), call.groups](
+            sums,
+            *call.complete,
+            call.blocks,
+            chosen,
+            first,
+            rows,
+            keys,
+            call.groups,
+            chosen.shape[-1],
+            sizes.compress_length // sizes.compress_stride,
+            sizes.block_size // sizes.compress_stride,
+            sizes.first_blocks,
+            sizes.last_blocks,
+            R=columns,
+            N=blocks,
+            num_warps=4,
+        )
+
+
+def _gradients(doutput: Tensor, branches: Tensor, norms: Tensor, chosen: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    found = _gradients_like(doutput, branches, norms, chosen, *arguments)
+    dquery, dkey, dvalue, dcompressed_key, dcompressed_value, dwindow_key, dwindow_value, dgates = found
+    if not dquery.numel():
+        return tuple(map(torch.zeros_like, found))
+    call = _Call(arguments[:8], arguments[8], arguments[9], Sizes(*arguments[10]))
+    doutput, means = doutput.contiguous(), torch.empty_like(norms)
+    with torch.cuda.device_of(dquery):
+        rows, columns, width = _rows(call)
+        kernels.unmix_kernel[ceil_div(rows, columns),](
+            doutput, branches, call.gates, dgates, means, rows, call.value_width, R=columns, V=width
+        )
+        upstream = [(doutput, call.gates.select(-1, branch), norms[branch], means[branch]) for branch in range(3)]
+        kernels.chosen_dquery_kernel[call.tokens, call.groups](
+            call.query,
+            call.key,
+            call.value,
+            call.begins,
+            chosen,
+            *upstream[1],
+            dquery,
+            call.scaling,
+            call.by_two,
+            *call.widths(),
+            chosen.shape[-1],
+            call.sizes.block_size,
+            **call.of_blocks(CHOSEN_DQUERY),
+        )
+        _chosen_dkeys(call, chosen, upstream[1], dkey, dvalue)
+        for tensors, ranges, given, into in (
+            (call.compressed, call.complete, upstream[0], (dcompressed_key, dcompressed_value)),
+            (call.window, call.last_keys, upstream[2], (dwindow_key, dwindow_value)),
+        ):
+            _range_gradients(call, tensors, ranges, given, dquery, into)
+    return found
+
+
+def _range_gradients(
+    call: _Call,
+    tensors: list[Tensor],
+    ranges: tuple[Tensor, Tensor],
+    upstream: tuple[Tensor, ...],
+    dquery: Tensor,
+    into: tuple[Tensor, Tensor],
+) -> None:
+    """Add to ``dquery``, and write the gradients of keys and values."""
+    keys = tensors[0].shape[:2].numel()
+    if not keys:
+        return
+    factors = call.scaling, call.by_two
+    constants = call.of_ranges(DQUERY)
+    kernels.range_dquery_kernel[ceil_div(call.tokens, constants["M"]), call.heads](
+        call.query, *tensors, *ranges, *upstream, dquery, *factors, call.tokens, *call.widths(), **constants
+    )
+    constants = call.of_ranges(DKEYS)
+    tiles = torch.arange(0, keys, constants["N"], dtype=torch.int32, device=dquery.device)
+    firsts = torch.searchsorted(ranges[1], tiles, right=True, out_int32=True)
+    lasts = torch.searchsorted(ranges[0], tiles + constants["N"], out_int32=True)
+    # Of compressed keys there are few tiles, with many queries each: their heads are spread over programs.
+    per_group = call.heads // call.groups
+    share = min(per_group, SHARE) if tensors is call.compressed else per_group
+    parts = ceil_div(per_group, share)
+    partial = into if parts == 1 else tuple(x.new_empty(parts, *x.shape, dtype=torch.float32) for x in into)
+    kernels.range_dkeys_kernel[len(tiles), call.groups, parts](
+        call.query,
+        *tensors,
+        *ranges,
+        firsts,
+        lasts,
+        *upstream,
+        *partial,
+        *factors,
+        share,
+        keys,
+        *call.widths(),
+        **constants,
+    )
+    for gradient, of_parts in zip(into, partial, strict=True) if parts > 1 else ():
+        gradient.copy_(of_parts.sum(0))
+
+
+def _chosen_dkeys(call: _Call, chosen: Tensor, upstream: tuple[Tensor, ...], dkey: Tensor, dvalue: Tensor) -> None:
+    size, device, groups = call.sizes.block_size, dkey.device, call.groups
+    sequences = len(call.bounds) - 1
+    blocks = call.tokens // size + sequences  # at most
+    number = torch.arange(blocks + 1, device=device)
+    sequence = torch.searchsorted(call.places.first_block, number, right=True) - 1
+    begins = (call.bounds[sequence] + (number - call.places.first_block[sequence]) * size).int()
+    stops = torch.minimum(begins + size, call.bounds[sequence + 1]).int()
+    # The queries of each block, in order: a stable sort of all choices by their block.
+    of_sequence = call.places.first_block[call.places.sequence].view(-1, 1, 1)
+    flat = chosen.view(call.tokens, groups, -1)
+    taken = torch.where(flat < 0, blocks, flat + of_sequence).int().transpose(0, 1).reshape(groups, -1).contiguous()
+    ordered, order = taken.sort(dim=1, stable=True)
+    takers = (order // flat.shape[-1]).int()
+    starts = torch.searchsorted(ordered, number.int().expand(groups, -1).contiguous(), out_int32=True)
+    before = torch.zeros_like(starts)
+    before[:, 1:] = ((starts.diff(dim=1) + PART - 1) // PART).cumsum(1)
+    parts = taken.shape[1] // PART + blocks  # at most
+    part = torch.arange(parts, dtype=torch.int32, device=device).expand(groups, -1).contiguous()
+    part_blocks = torch.searchsorted(before[:, 1:].contiguous(), part, right=True, out_int32=True)
+    partial = dkey.new_empty(parts, groups, size * (call.width + call.value_width), dtype=torch.float32)
+    launch = SMALL if call.is_small else CHOSEN_DKEYS
+    heads = call.heads // groups
+    constants = {**call.of_blocks(CHOSEN_DKEYS), "H": heads, "M": max(launch.queries, power_of_two(heads))}
+    kernels.chosen_dkeys_kernel[parts, groups](
+        call.query,
+        call.key,
+        call.value,
+        *upstream,
+        takers,
+        starts,
+        before,
+        part_blocks,
+        begins,
+        stops,
+        partial,
+        call.scaling,
+        call.by_two,
+        taken.shape[1],
+        blocks,
+        parts,
+        *call.widths(),
+        size,
+        PART,
+        **constants,
+    )
+    kernels.add_parts_kernel[blocks, groups](
+        partial,
+        before,
+        begins,
+        stops,
+        dkey,
+        dvalue,
+        blocks,
+        *call.widths()[1:],
+        size,
+        **{name: constants[name] for name in ("N", "D", "E", "SPLIT", "V")},
+    )
+
+
+def _results(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output, the branches' outputs ``[3, B, T, H, V]``, their norms ``[3, B, T, H]``, and the choice."""
+    shape, sizes = (*query.shape[:3], value.shape[3]), Sizes(*others[-1])
+    count = min(sizes.block_count, blocks_of(query.shape[1], sizes))
+    return (
+        query.new_empty(shape),
+        query.new_empty(3, *shape),
+        query.new_empty(3, *shape[:3], dtype=torch.float32),
+        query.new_full((*query.shape[:2], key.shape[2], count), -1, dtype=torch.int32),
+    )
+
+
+def _gradients_like(
+    doutput: Tensor, branches: Tensor, norms: Tensor, chosen: Tensor, *inputs: Any
+) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in inputs[:8])
+
+
+for _name, _implementation, _fake in (
+    ("native_sparse_forward", _forward, _results),
+    ("native_sparse_gradients", _gradients, _gradients_like),
+):
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    library.register_fake(f"{_NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
