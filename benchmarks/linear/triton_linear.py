@@ -74,7 +74,7 @@ def tune() -> None:
             if sizes[0] > max(64, rows):
                 continue
             launch = linear.Launch(*sizes)
-            linear.launch_for = lambda _, launch=launch: launch
+            linear.launch_for = lambda *_, launch=launch: launch
             try:
                 found.append((timed(linear.standard, x, weight).median, sizes))
             except Exception as error:  # mostly too much shared memory

@@ -200,11 +200,11 @@ TABLES: dict[str, dict[str, Table]] = {
             _LIGER,
         ),
     },
-    "dsa": {
+    "linear": {
         "gpu": Table(
-            {"H100": ("dsa_h100",)},
-            ("what", "kernel"),
-            ("forward ms", "forward+backward ms (20 to 80 %) -> both ms", "TFLOP/s", "peak MiB"),
+            "linear_h200",
+            ("widths", "rows"),
+            ("veomni triton, ms", "torch, ms", "TFLOP/s", "of torch's speed"),
         ),
     },
     "load_balancing_loss": {
@@ -264,6 +264,22 @@ TABLES: dict[str, dict[str, Table]] = {
             (*_STEP, "peak GB of a GPU", "speed", "memory"),
             libraries=(*_LIGER, "flash-attn-4"),
         )
+    },
+    "sparse_attention": {
+        "dsa": Table(
+            {
+                "H200": ("dsa_h200",),
+                "65536 tokens,": ("dsa_65536_h200",),
+                "H100": ("dsa_h100",),
+            },
+            ("what", "kernel"),
+            ("forward ms", "forward+backward ms (20 to 80 %) -> both ms", "TFLOP/s"),
+        ),
+        "native-sparse": Table(
+            "native_sparse_h200",
+            ("tokens", "kernel"),
+            ("forward ms", "forward+backward ms (20 to 80 %) -> both ms", "peak MiB"),
+        ),
     },
     "swiglu_mlp": {"gpu": _crossed("triton_swiglu_mlp", _GRAPH, "16384x6144", _LIGER)},
     "token_dispatch": {

@@ -31,9 +31,15 @@ class Launch:
     stages: int
 
 
-# Up to so many rows: tiles that leave no multiprocessor idle. `benchmarks/linear/triton_linear.py --tune`.
-LAUNCHES = {64: Launch(64, 32, 128, 4, 4), 1024: Launch(64, 128, 64, 4, 4)}
-MANY, MANY_BYTES = Launch(128, 256, 64, 8, 3), 144 << 10  # of shared memory, which GPUs for graphics don't have
+# From the largest on: the first of which every multiprocessor has a tile. `benchmarks/linear/triton_linear.py --tune`.
+LAUNCHES = (
+    Launch(128, 256, 64, 8, 3),
+    Launch(128, 128, 64, 8, 4),
+    Launch(64, 64, 128, 4, 3),
+    Launch(64, 32, 128, 4, 4),
+    Launch(64, 16, 128, 4, 4),
+)
+BYTES = 144 << 10  # of shared memory, which these take
 SMALL = Launch(64, 64, 32, 4, 2)
 
 
@@ -72,7 +78,7 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     bias = None if bias is None else bias.contiguous()
     result = rows.new_empty(count, outputs)
     if result.numel():
-        tile = launch_for(rows)
+        tile = launch_for(rows, outputs)
         with torch.cuda.device_of(rows):
             _product[ceil_div(count, tile.rows) * ceil_div(outputs, tile.columns),](
                 rows,
@@ -93,11 +99,15 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return result
 
 
-def launch_for(rows: Tensor) -> Launch:
-    """The tiles for so many rows."""
-    if rows.dtype == torch.float32 or gpu_of(rows.device).shared_bytes < MANY_BYTES:
+def launch_for(rows: Tensor, outputs: int) -> Launch:
+    """The tiles for so many rows and outputs."""
+    gpu = gpu_of(rows.device)
+    if rows.dtype == torch.float32 or gpu.shared_bytes < BYTES:
         return SMALL
-    return next((launch for most, launch in LAUNCHES.items() if len(rows) <= most), MANY)
+    for launch in LAUNCHES:
+        if ceil_div(len(rows), launch.rows) * ceil_div(outputs, launch.columns) >= gpu.multiprocessors:
+            return launch
+    return LAUNCHES[-1]
 
 
 # N rows of width A, B outputs. The number of rows is the batch's: specialised, it would compile the kernel anew.

@@ -11,7 +11,7 @@ _AMD = HardwareRequirement("rocm", packages=_TRITON)
 _GPU = HardwareRequirement("cuda", min_compute_capability=70, packages=_TRITON) | _AMD
 # For NVIDIA's GPUs before these Triton computes products one by one, and spills about 10 KB a thread.
 _MATRIX_UNITS = HardwareRequirement("cuda", min_compute_capability=80, packages=_TRITON) | _AMD
-# Gradients of latents of 576 columns take more shared memory than GPUs of SM86 and SM89 have.
+# Tiles of sparse attention take the shared memory of these; in small ones it was not timed.
 _SM90 = HardwareRequirement("cuda", min_compute_capability=90, packages=_TRITON) | _AMD
 # They compile for AMD's GPUs, which is tested, and nobody has run them there.
 _NEVER_RUN = (Suspicion(_AMD, "it was never run on an AMD GPU", seen=False),)
