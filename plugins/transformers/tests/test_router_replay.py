@@ -181,6 +181,18 @@ def test_choices_that_do_not_fit_are_refused_with_what_is_here(says):
     model(IDS)  # and nothing of it is left
 
 
+def test_experts_with_adapters_are_replayed():
+    from peft import LoraConfig, get_peft_model
+
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(target_modules=["q_proj"], target_parameters=names, init_lora_weights=False)
+    model, inputs = get_peft_model(made("qwen3_moe"), config), {"input_ids": IDS}
+    choices = recorded(made("qwen3_moe", seed=7), inputs)
+    with router_replay(model, choices):
+        assert recorded(model, inputs).indices.equal(choices.indices)
+        assert step(model, inputs)[0].isfinite()
+
+
 def test_masks_that_do_not_fit_are_refused():
     choices = recorded(made("qwen3_moe"), {"input_ids": IDS})
     with pytest.raises(RouterReplayError, match="the mask is"):

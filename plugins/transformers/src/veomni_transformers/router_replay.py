@@ -210,7 +210,7 @@ def proven_routers(model: nn.Module) -> tuple[_Router, ...]:
     """
     proofs, readings, found = _PROOFS.setdefault(model, ProvenOnce()), Readings(), []
     for path, block in named_modules(model):
-        if experts_of(block) is None:
+        if not experts_of(block):
             continue
         chooser, why_not = proofs.of(probe.behaviour(block), lambda block=block: prove_router(block, readings))  # type: ignore[misc]
         if chooser is None:

@@ -49,13 +49,20 @@ class Chooser:
     variant: str
 
 
-def experts_of(block: nn.Module) -> nn.Module | None:
-    """The experts among the children of ``block``: a module with three-dimensional weights of the usual names."""
-    for child in block._modules.values():
-        weights = [] if child is None else [child._parameters.get(name) for name in _WEIGHTS]
-        if weights and all(weight is not None and weight.dim() == 3 for weight in weights):
-            return child
-    return None
+def experts_of(block: nn.Module) -> str:
+    """The name of the experts among the children of ``block``: a module with three-dimensional weights of usual names.
+
+    PEFT's adapters may be around them. Empty if there are none.
+    """
+    for name, child in block._modules.items() if not hasattr(block, "get_base_layer") else ():
+        if all(weight is not None and weight.dim() == 3 for weight in _weights_of(child)):
+            return name
+    return ""
+
+
+def _weights_of(experts: Any) -> list[Any]:
+    bare = experts.get_base_layer() if hasattr(experts, "get_base_layer") else experts
+    return [None if bare is None else bare._parameters.get(name) for name in _WEIGHTS]
 
 
 def prove_router(block: nn.Module, readings: Readings) -> tuple[Chooser | None, str]:
@@ -189,14 +196,13 @@ class _Twin:
     """A copy of a module with experts: its own code and its router's, and nothing in the place of other children."""
 
     def __init__(self, block: nn.Module) -> None:
-        self._original, experts = block, experts_of(block)
+        self._original, self.experts = block, experts_of(block)
         self.block: Any = _own(probe.bare_copy(block))
         for kind in ("_parameters", "_buffers"):
             vars(self.block)[kind].update(
                 {n: probe.random(*t.shape) for n, t in vars(block)[kind].items() if t is not None}
             )
-        self.experts = next(name for name, child in block._modules.items() if child is experts)
-        gate_up, down = (experts._parameters[name].shape for name in _WEIGHTS)  # type: ignore[union-attr]
+        gate_up, down = (weight.shape for weight in _weights_of(block._modules[self.experts]))
         self._width = down[1] if down[1] == gate_up[2] else down[2]
         for name, child in block._modules.items():
             self.block._modules[name] = None if child is None else _own(probe.bare_copy(child))
