@@ -2,7 +2,8 @@
 
 Start it with ``torchrun --standalone --nproc_per_node=N benchmarks/attention/ulysses.py [--name PAGE]``. With
 ``--layers KERNEL`` it measures bound Llama layers over that attention instead, with and without overlapping exchanges:
-``torchrun --standalone --nproc_per_node=2 benchmarks/attention/ulysses.py --layers sdpa [--length 65536]``.
+``torchrun --standalone --nproc_per_node=2 benchmarks/attention/ulysses.py --layers sdpa [--length 65536]``. With
+``--context KERNEL`` it measures layers of Llama 1B's widths over a ring, over Ulysses and, if they fit, on one GPU.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from veomni_core import Hardware, bind
 from veomni_flash_attn.plugin import veomni_kernels
 from veomni_ops.attention import AttentionModule
 from veomni_transformers.sequence import (
+    apply_context_parallel,
     apply_ulysses,
     gather_heads_scatter_seq,
     scatter_attention_heads,
@@ -121,21 +123,74 @@ def slowest(run: Callable[[], Any], repeats: int) -> float:
     return 1000 * statistics.median(of_all.tolist())
 
 
-def layers(attention: str, length: int, layer_count: int = 4, rounds: int = 3) -> dict[str, Any]:
-    """Forward and backward of Llama layers of 8B's widths, bound, with and without overlapping exchanges, by turns."""
+def bound_layers(attention: str, length: int, count: int, hidden: int, inner: int, head_dim: int) -> tuple[Any, Any]:
+    """So many bound Llama layers over ``attention``, and their binding; the same on every rank."""
     config = LlamaConfig(
-        hidden_size=Q_HEADS * WIDTH,
-        intermediate_size=14336,
-        num_hidden_layers=layer_count,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=count,
         num_attention_heads=Q_HEADS,
         num_key_value_heads=K_HEADS,
+        head_dim=head_dim,
         vocab_size=4096,
         max_position_embeddings=length,
     )
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-    binding = bind(model, {"preset": "auto", "attn_implementation": attention})
+    return model, bind(model, {"preset": "auto", "attn_implementation": attention})
+
+
+def context(attention: str, length: int, rounds: int = 2) -> dict[str, Any]:
+    """Forward and backward of two bound layers of Llama 1B's widths: ring attention and Ulysses by turns, and alone."""
+    model, binding = bound_layers(attention, length, 2, 2048, 8192, 64)
+    ids = torch.randint(0, 4096, (1, length), generator=torch.Generator().manual_seed(0)).cuda()
+
+    def step() -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss
+
+    def gradients(of_ranks: bool) -> list[Tensor]:
+        model.zero_grad()
+        found = [step().detach(), *(each.grad for each in model.parameters())]
+        for each in found if of_ranks else ():
+            distributed.all_reduce(each, distributed.ReduceOp.AVG)
+        return [each.clone() for each in found]
+
+    ways = {"Ulysses": apply_ulysses, "ring": apply_context_parallel}
+    took: dict[str, list[float]] = {way: [] for way in ways}
+    found: dict[str, list[Tensor]] = {}
+    for way, apply in [*ways.items()] * rounds:
+        with apply(model):
+            found[way] = gradients(of_ranks=True)
+            took[way].append(slowest(step, repeats=3))
+    try:
+        found["one GPU"] = gradients(of_ranks=False)
+        took["one GPU"] = [slowest(step, repeats=2)]
+    except torch.OutOfMemoryError:  # on all ranks, which are alike
+        took["one GPU"] = []
+    model.zero_grad()
+    pairs = [(way, other) for way in found for other in found if way < other]
+    off = {
+        f"{way} and {other}": max(relative_error(mine, own) for mine, own in zip(found[way], found[other], strict=True))
+        for way, other in pairs
+    }
+    if not max(off.values()) < 5e-2:
+        raise SystemExit(f"the ways give other losses or gradients: {off}")
+    best = {way: statistics.median(each) for way, each in took.items() if each}
+    return {
+        "kernels": str({each.op_name: ", ".join(each.chosen) for each in binding.plan.ops}),
+        **{f"ms, {way}": each or "does not fit" for way, each in took.items()},
+        "ring's time by Ulysses'": best["ring"] / best["Ulysses"],
+        **({"times one GPU, ring": best["one GPU"] / best["ring"]} if "one GPU" in best else {}),
+        "losses and gradients off by": off,
+    }
+
+
+def layers(attention: str, length: int, layer_count: int = 4, rounds: int = 3) -> dict[str, Any]:
+    """Forward and backward of Llama layers of 8B's widths, bound, with and without overlapping exchanges, by turns."""
+    model, binding = bound_layers(attention, length, layer_count, Q_HEADS * WIDTH, 14336, WIDTH)
     ids = torch.randint(0, 4096, (1, length), generator=torch.Generator().manual_seed(0)).cuda()
 
     def step() -> Tensor:
@@ -214,7 +269,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--name", help="the result file to write; none without it")
     parser.add_argument("--layers", metavar="KERNEL", help="measure Llama layers over this attention instead")
-    parser.add_argument("--length", type=int, default=LENGTH, help="of the sequence, with --layers")
+    parser.add_argument("--context", metavar="KERNEL", help="measure a ring beside Ulysses over this attention instead")
+    parser.add_argument("--length", type=int, default=LENGTH, help="of the sequence, with --layers or --context")
     arguments = parser.parse_args()
     name = arguments.name
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -223,8 +279,9 @@ def main() -> None:
     ranks, first = distributed.get_world_size(), distributed.get_rank() == 0
     say: Callable[[str], None] = (lambda text: print(text, flush=True)) if first else (lambda text: None)
 
-    if arguments.layers:
-        for what, value in layers(arguments.layers, arguments.length).items():
+    if arguments.layers or arguments.context:
+        measure, over = (layers, arguments.layers) if arguments.layers else (context, arguments.context)
+        for what, value in measure(over, arguments.length).items():
             say(f"{what}: {value}")
         distributed.destroy_process_group()
         return

@@ -20,6 +20,7 @@ from torch import Tensor, library
 
 from veomni_conformance.comparison import same
 from veomni_ops.attention import visible
+from veomni_ops.attention_blocks import TORCH, Block
 
 
 @dataclass
@@ -119,6 +120,32 @@ def _two_packed(
     return _Two.apply(q, k, v, bounds, softmax_scale, causal, window_size[0], softcap)
 
 
+def _one_sided(scale, softcap, causal, left, right):
+    assert right == (0 if causal else -1)
+    return Block(scale, softcap, causal, None if left < 0 else left)
+
+
+def _two_forward(
+    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+    return_softmax,
+):  # fmt: skip
+    _check(q, k, v, expanded=True)
+    assert dropout_p == 0.0 and alibi_slopes is None and not return_softmax
+    block = _one_sided(softmax_scale, softcap, causal, window_size_left, window_size_right)
+    return *TORCH.attend(q, k, v, block), None, None
+
+
+def _two_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+    window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+):  # fmt: skip
+    _check(dout, q, k, v, out, expanded=True)
+    assert softmax_lse.is_contiguous() and dropout_p == 0.0 and alibi_slopes is None and not deterministic
+    block = _one_sided(softmax_scale, softcap, causal, window_size_left, window_size_right)
+    for given, found in zip((dq, dk, dv), TORCH.gradients(dout, q, k, v, out, softmax_lse, block), strict=True):
+        given.copy_(found)
+
+
 def _checked_bounds(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
     assert isinstance(max_seqlen_q, int) and max_seqlen_q >= int(cu_seqlens_q.diff().max())
     assert isinstance(max_seqlen_k, int) and max_seqlen_k >= int(cu_seqlens_k.diff().max())
@@ -152,18 +179,34 @@ def _three(
     return _Attention(q, k, v, bounds, scale, causal, left, softcap)
 
 
+def _three_block(
+    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, scale=None, causal=False, left=-1,
+    right=-1, softcap=0.0,
+):  # fmt: skip
+    """The options of a call whose window is not two-sided, as those of a ring's blocks; else ``None``."""
+    if cu_seqlens_q is not None or (left == right and (causal or left >= 0)):
+        return None
+    return _one_sided(scale, softcap, causal, left, right)
+
+
 def _three_forward(q, k, v, out, *options):
     *options, num_splits = options
     assert out is None and num_splits == 1
+    if (block := _three_block(*options)) is not None:
+        return *TORCH.attend(q, k, v, block), q.new_empty(0), q.new_empty(0)
     attention = _three(q, k, v, *options)
     return attention.output(), attention.lse, q.new_empty(0), q.new_empty(0)
 
 
 def _three_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, *options):
     _check(dout, out)
-    attention = _three(q, k, v, *options)
-    assert same(attention.output(), out) and same(attention.lse, softmax_lse)
-    for given, found in zip((dq, dk, dv), attention.backward(dout, None), strict=True):
+    if (block := _three_block(*options)) is not None:
+        gradients = TORCH.gradients(dout, q, k, v, out, softmax_lse, block)
+    else:
+        attention = _three(q, k, v, *options)
+        assert same(attention.output(), out) and same(attention.lse, softmax_lse)
+        gradients = attention.backward(dout, None)
+    for given, found in zip((dq, dk, dv), gradients, strict=True):
         given.copy_(found)
     return dq, dk, dv, q.new_empty(0)
 
@@ -208,6 +251,7 @@ def _four_backward(
 
 _MODULES = {
     "flash_attn": {"flash_attn_func": _two, "flash_attn_varlen_func": _two_packed},
+    "flash_attn.flash_attn_interface": {"_flash_attn_forward": _two_forward, "_flash_attn_backward": _two_backward},
     "flash_attn.cute": {},
     "flash_attn.cute.interface": {"_flash_attn_fwd": _four_forward, "_flash_attn_bwd": _four_backward},
     "flash_attn_interface": {},

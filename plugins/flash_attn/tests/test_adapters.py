@@ -17,6 +17,7 @@ from models import build, step, tokens
 from veomni_conformance import check_kernel
 from veomni_core import bind
 from veomni_ops.attention import CONTRACTS, AttentionModule, standard
+from veomni_ops.attention_blocks import TORCH, Block
 
 CPU = torch.device("cpu")
 COMPUTED = {"padding_mask", "sliding_window", "packed", "softcap"}
@@ -47,6 +48,24 @@ def test_each_adapter_computes_what_it_declares_and_refuses_the_rest(kernel, dty
     beyond = {each.name for each in samples if not {*each.needs} <= COMPUTED | OWN.get(name, set())}
     beyond |= {"heads of 256"} if name == "flash_attention_4" else set()
     assert refused == {f"{sample} (refused)" for sample in beyond | {"second derivatives"}}
+
+
+@without_gpu
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3"])
+@pytest.mark.parametrize(
+    "block", [Block(0.3), Block(0.3, 2.0, causal=True), Block(0.3, left=3), Block(0.3, 0.0, True, 3)]
+)
+def test_blocks_of_a_ring_are_passed_to_the_library(name, block):
+    with stand_ins.installed():
+        blocks = importlib.import_module(f"veomni_flash_attn.{name}").standard.blocks
+    query, key, value = (each.transpose(1, 2) for each in heads(length=9))
+    value = value[..., :8].clone()
+    output, lse = blocks.attend(query, key, value, block)
+    wanted = TORCH.attend(query, key, value, block)
+    torch.testing.assert_close((output, lse), wanted)
+    whole = (output, 0.5 * output, lse + 1)  # the output and the log-sum-exp are those of all blocks
+    found = blocks.gradients(whole[0], query, key, value, *whole[1:], block)
+    torch.testing.assert_close(found, TORCH.gradients(whole[0], query, key, value, *whole[1:], block))
 
 
 @without_gpu

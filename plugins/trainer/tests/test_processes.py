@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -22,11 +23,17 @@ from veomni_trainer.run import run_job
 WriteJob = Callable[[dict[str, Any]], Path]
 Losses = Callable[[Path], list[tuple[int, float]]]
 Curve = dict[str, list[float]]
+# How processes share sequences: what the receipt says, how many they are, and the job's keys.
+SHARED = {
+    "Ulysses, sp=2": (2, ["train.sp_size=2"]),
+    "ring, cp=2": (2, ["train.cp_size=2"]),
+    "ring, cp=2, Ulysses, sp=2": (4, ["train.cp_size=2", "train.sp_size=2"]),
+}
 
 
-def _on_two(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the command on two processes; gives their highest exit code, and what both have printed."""
-    ranks = veomni_on_ranks(*arguments, processes=2)
+def _on_two(*arguments: str | Path, processes: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run the command on several processes; gives their highest exit code, and what all have printed."""
+    ranks = veomni_on_ranks(*arguments, processes=processes)
     printed, errors = ("".join(getattr(each, name) for each in ranks) for name in ("stdout", "stderr"))
     return subprocess.CompletedProcess(arguments, max(each.returncode for each in ranks), printed, errors)
 
@@ -115,25 +122,33 @@ def test_two_processes_train_an_adapter_as_one(lora_data: dict[str, Any], write_
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("way", SHARED)
 @pytest.mark.parametrize("is_moe", [False, True], ids=["dense", "moe"])
-def test_two_processes_that_share_each_sequence_train_as_one(
-    job_data: dict[str, Any], balanced_moe_data: dict[str, Any], write_job: WriteJob, tmp_path: Path, is_moe: bool
+def test_processes_that_share_each_sequence_train_as_one(
+    job_data: dict[str, Any],
+    balanced_moe_data: dict[str, Any],
+    write_job: WriteJob,
+    tmp_path: Path,
+    is_moe: bool,
+    way: str,
 ) -> None:
     data = balanced_moe_data if is_moe else job_data
     data["model"]["ops_implementation"] = {"preset": "eager", "attn_implementation": "sdpa"}
     data["data"]["validation_fraction"] = 0.1  # seventeen sequences, and batches of two
     data["train"] |= {"steps": 6, "gradient_accumulation": 2}
     job = write_job(data)
-    shared, printed = _train(_on_two, job, tmp_path / "run", "train.sp_size=2")
-    assert "In force: sequence parallelism: Ulysses, sp=2, over sdpa" in printed
+    processes, changes = SHARED[way]
+    shared, printed = _train(functools.partial(_on_two, processes=processes), job, tmp_path / "run", *changes)
+    assert f"In force: sequence parallelism: {way}, over sdpa" in printed
     alone, _ = _train(veomni, job, tmp_path / "single")
     assert (len(alone["loss"]), len(alone["aux_loss"]), len(alone["validation_loss"])) == (6, 6 * is_moe, 1)
     _assert_same(shared, alone)
 
 
 @pytest.mark.thorough
-def test_two_processes_that_share_packed_sequences_of_a_hybrid_train_as_one(
-    job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path
+@pytest.mark.parametrize("way", SHARED)
+def test_processes_that_share_packed_sequences_of_a_hybrid_train_as_one(
+    job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path, way: str
 ) -> None:
     mixers = {
         "linear_num_key_heads": 1,
@@ -148,8 +163,9 @@ def test_two_processes_that_share_packed_sequences_of_a_hybrid_train_as_one(
     }
     job_data["data"]["packing"] = True
     job = write_job(job_data)
-    shared, printed = _train(_on_two, job, tmp_path / "run", "train.sp_size=2")
-    assert "In force: sequence parallelism: Ulysses, sp=2, over sdpa" in printed
+    processes, changes = SHARED[way]
+    shared, printed = _train(functools.partial(_on_two, processes=processes), job, tmp_path / "run", *changes)
+    assert f"In force: sequence parallelism: {way}, over sdpa" in printed
     alone, _ = _train(veomni, job, tmp_path / "single")
     assert len(alone["loss"]) == 4
     _assert_same(shared, alone)

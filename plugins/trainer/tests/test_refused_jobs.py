@@ -33,6 +33,12 @@ Train = Callable[..., bool]
         ("train.fsdp=true", HostError, "torchrun --nproc_per_node=N -m veomni_core.cli train JOB.yaml"),
         ("train.sp_size=2", HostError, "train.sp_size is 2, and this job has 1 process(es). Start a multiple of 2"),
         ("train.sp_size=3", JobFileError, "3 processes can't share data.sequence_length 32 equally"),
+        ("train.cp_size=2", HostError, "train.cp_size is 2, and this job has 1 process(es). Start a multiple of 2"),
+        (
+            "train.cp_size=32",
+            JobFileError,
+            "32 processes can't share data.sequence_length 32 equally; write a multiple",
+        ),
         ("model.ops_implementation=null", MissingOpsImplementationError, "model.ops_implementation is missing"),
         (
             "model.ops_implementation.rms_norm_implementatoin=eager",

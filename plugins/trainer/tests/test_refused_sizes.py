@@ -31,6 +31,7 @@ CONTRADICTIONS = {
         "train.ep_size: 6 is no multiple of tp_size 4",
     ),
     "heads twice": ({"tp_size": 2, "sp_size": 2}, "train.sp_size 2 and tp_size 2 can't be combined"),
+    "a ring of divided heads": ({"tp_size": 2, "cp_size": 2}, "are not tested together"),
     "two ways to shard": ({"fsdp_size": 2, "fsdp": True}, "write train.fsdp: false, and the number of processes as"),
     "a plan for nothing": ({"parallel_plan": {"tp": {"lm_head": "colwise"}}}, "set train.fsdp_size or train.tp_size"),
     "an unknown kind of plan": (

@@ -1,4 +1,4 @@
-"""Ulysses over two and four real processes (gloo): exact, undone without a trace, refused where it would be wrong."""
+"""Ulysses and rings over two and four processes (gloo): exact, undone without a trace, refused where wrong."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 
 import pytest
+import ring_models
 import torch
 import ulysses_bound
 import ulysses_groups
@@ -23,11 +24,11 @@ from veomni_core.errors import HostError
 from veomni_transformers.sequence import apply_ulysses
 
 MODULES = (ulysses_pieces, ulysses_models, ulysses_multimodal, ulysses_overlap, ulysses_hybrids, ulysses_groups)
-MODULES += (ulysses_refusals, ulysses_bound)
+MODULES += (ulysses_refusals, ulysses_bound, ring_models)
 
 
-# Gradients of weights and of the loss, a kernel with an option, pictures, exchanges that overlap, a hybrid, refusals;
-# `make test-all` runs every check.
+# Gradients of weights and of the loss, a kernel with an option, pictures, exchanges that overlap, a hybrid, a ring,
+# refusals; `make test-all` runs every check.
 FEW = (
     "llama_with_as_many_key_heads_as_ranks_or_fewer",
     "a_kernel_that_takes_lengths_and_sinks",
@@ -40,6 +41,9 @@ FEW = (
     "a_decay_keeps_its_precision_and_a_value_head_its_key",
     "a_hybrid_that_is_packed_or_padded",
     "lightning_attention_is_refused",
+    "a_ring_computes_windows_softcaps_sinks_and_packed_rows",
+    "a_ring_with_packed_hybrids",
+    "what_a_ring_would_compute_wrongly_is_refused",
 )
 
 

@@ -16,9 +16,9 @@ from veomni_conformance.given_kernels import definitions
 from veomni_core import KernelSpec, bind
 from veomni_core.discovery.registry import Registry, build_registry
 from veomni_ops.attention import standard
+from veomni_ops.attention_blocks import TORCH
 from veomni_transformers.sequence import (
     apply_ulysses,
-    gather_outputs,
 )
 
 LENGTH = 16
@@ -32,11 +32,20 @@ def by_lengths(*args: Any, **kwargs: Any) -> Any:
     return standard(*args, **kwargs)
 
 
+def by_blocks(*args: Any, **kwargs: Any) -> Any:
+    """The same, with what ring attention needs."""
+    return by_lengths(*args, **kwargs)
+
+
+by_blocks.blocks = TORCH  # type: ignore[attr-defined]
+
+
 def registry() -> Registry:
-    """The counting kernels, transformers' sdpa, and a kernel that takes lengths."""
+    """The counting kernels, transformers' sdpa, and kernels that take lengths."""
     kernels = {
         "sdpa": ("transformers.integrations.sdpa_attention:sdpa_attention_forward", "sdpa_mask"),
         "by_lengths": (f"{__name__}:by_lengths", "flash_attention_mask"),
+        "by_blocks": (f"{__name__}:by_blocks", "flash_attention_mask"),
     }
     features = ("dense_mask", "padding_mask", "sliding_window", "packed", "sinks")
     attention = (
@@ -56,11 +65,12 @@ def compare(
     dtype: torch.dtype = torch.float64,
     like: dict[str, Any] | None = None,
     overlap: bool = False,
+    apply: Any = apply_ulysses,
     **config: Any,
 ) -> None:
     """Loss, auxiliary loss, logits and the mean of the ranks' gradients are those of one rank.
 
-    ``like`` is the batch for the ranks where it is written otherwise than for one.
+    ``like`` is the batch for the ranks where it is written otherwise than for one; ``apply`` divides sequences.
     """
     config = {**KERNELS, **config}
     reference, model = (build(family, dtype=dtype, **config) for _ in range(2))
@@ -70,8 +80,9 @@ def compare(
         model.to(dtype).load_state_dict(reference.state_dict())
     wanted = reference(**batch, use_cache=False)
     wanted.loss.backward()
-    with apply_ulysses(model, overlap=overlap) as applied:
-        assert f"sp={size()}" in applied.describe() and ("overlapping" in applied.describe()) == overlap
+    with apply(model, overlap=overlap) as applied:
+        assert f"p={size()}" in applied.describe() or apply is not apply_ulysses
+        assert ("overlapping" in applied.describe()) == overlap
         found = model(**(like or batch))
         found.loss.backward()
     torch.testing.assert_close(
@@ -82,7 +93,7 @@ def compare(
     if not ops:
         mask = batch.get("attention_mask")
         kept = mask.bool() if mask is not None and mask.dim() == 2 else torch.ones(wanted.logits.shape[:2]).bool()
-        close(gather_outputs(found.logits, 1)[kept], wanted.logits[kept], "logits")
+        close(applied.gather_outputs(found.logits, 1)[kept], wanted.logits[kept], "logits")
     (grads_equal_as_wholes if overlap else grads_equal)(model, reference)
 
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 from torch import Tensor
 
 from veomni_core.kernels import aligned, first_derivatives_only
 from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, unsupported_heads
+from veomni_ops.attention_blocks import Block
 
 
 class FlashAttention2:
@@ -36,6 +38,33 @@ class FlashAttention2:
         }
         output = flash_attn_varlen_func(*_readable(query, key, value), **lengths, **_keywords(options))
         return _FirstDerivatives.apply(output)[..., : value.shape[-1]]
+
+
+class FlashAttention2Blocks:
+    """Blocks by the library's forward and backward: ``flash_attn_func`` gives no log-sum-exp that backward takes."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        output, lse, *_ = _flash_attn_forward(*_readable(query, key, value), 0.0, return_softmax=False, **_of(block))
+        return output[..., : value.shape[-1]], lse
+
+    def gradients(
+        self, upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, ...]:
+        heads = _readable(upstream, query, key, value, output)
+        found = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in heads[1:4]]
+        _flash_attn_backward(*heads, lse.contiguous(), *found, 0.0, deterministic=False, rng_state=None, **_of(block))
+        return tuple(each[..., : of.shape[-1]] for each, of in zip(found, (query, key, value), strict=True))
+
+
+def _of(block: Block) -> dict[str, Any]:
+    return {
+        "softmax_scale": block.scaling,
+        "causal": block.causal,
+        "window_size_left": -1 if block.left is None else block.left,
+        "window_size_right": 0 if block.causal else -1,
+        "softcap": block.softcap,
+        "alibi_slopes": None,
+    }
 
 
 def _readable(*heads: Tensor) -> tuple[Tensor, ...]:
@@ -81,3 +110,6 @@ def standard(
     Options and errors: :func:`veomni_flash_attn.by_lengths.attend`.
     """
     return attend(_LIBRARY, module, query, key, value, attention_mask, **options)
+
+
+standard.blocks = FlashAttention2Blocks()  # type: ignore[attr-defined]  # what ring attention computes by

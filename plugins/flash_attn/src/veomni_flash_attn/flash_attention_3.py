@@ -15,6 +15,7 @@ from torch import Tensor, library
 
 from veomni_core.kernels import aligned, first_derivatives_only
 from veomni_flash_attn.by_lengths import Bounds, Options, attend, equally_wide, unsupported_heads
+from veomni_ops.attention_blocks import Block
 
 
 class FlashAttention3:
@@ -34,6 +35,29 @@ class FlashAttention3:
     def packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, options: Options) -> Tensor:
         lengths = (bounds.queries, bounds.keys, bounds.longest_query, bounds.longest_key)
         return _attend(query, key, value, lengths, options)
+
+
+class FlashAttention3Blocks:
+    """Blocks by the library's two operators."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        heads = map(aligned, equally_wide(query, key, value))
+        output, lse, *_ = torch.ops.flash_attn_3.fwd(*heads, num_splits=1, **_of(block))
+        return output[..., : value.shape[-1]], lse
+
+    def gradients(
+        self, upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
+    ) -> tuple[Tensor, ...]:
+        heads = [aligned(each) for each in equally_wide(upstream, query, key, value, output)]
+        found = _unfilled_gradients(*heads[1:4])
+        torch.ops.flash_attn_3.bwd(*heads, lse.contiguous(), *found, **_of(block))
+        return tuple(each[..., : of.shape[-1]] for each, of in zip(found, (query, key, value), strict=True))
+
+
+def _of(block: Block) -> dict[str, Any]:
+    sides = {"window_size_left": -1 if block.left is None else block.left}
+    sides["window_size_right"] = 0 if block.causal else -1
+    return {**_keywords(None, None, None, None, block.scaling, block.causal, -1, block.softcap), **sides}
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, ...], options: Options) -> Tensor:
@@ -141,3 +165,6 @@ def standard(
     Options and errors: :func:`veomni_flash_attn.by_lengths.attend`.
     """
     return attend(_LIBRARY, module, query, key, value, attention_mask, **options)
+
+
+standard.blocks = FlashAttention3Blocks()  # type: ignore[attr-defined]  # what ring attention computes by

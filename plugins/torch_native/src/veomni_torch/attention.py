@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from veomni_core.errors import PackedSequencesError
 from veomni_core.kernels import ALIGNMENT, aligned, autocast_off, begins_aligned, cast_as_autocast
 from veomni_ops.attention import refuse
+from veomni_ops.attention_blocks import TORCH
 
 _MOVES_16_BYTES = ("cuda",)  # device types whose kernels load 16 bytes at once without checking alignment
 _MOST_PAIRS = 2**32  # above it a fused kernel computes a mask row's offset in 32 bits, and wraps (pytorch issue 187227)
@@ -86,6 +87,9 @@ def sdpa(
     if on_cpu:
         output = output + _zeros_or_nan(query, key).to(output.dtype)
     return output, None
+
+
+sdpa.blocks = TORCH  # type: ignore[attr-defined]  # what ring attention computes by
 
 
 def _rows_apart(heads: Tensor) -> Tensor:

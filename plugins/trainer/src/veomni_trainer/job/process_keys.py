@@ -25,8 +25,10 @@ class ProcessKeys(Section):
     """Whether accelerate shards the model (FSDP2) after each process has built it whole."""
     sp_size: int = Field(default=1, ge=1)
     """So many processes share each sequence (Ulysses sequence parallelism)."""
+    cp_size: int = Field(default=1, ge=1)
+    """So many such groups share each sequence: attention's keys and values travel round a ring of them."""
     sp_overlap: bool = False
-    """Whether those exchange queries, keys and values while the next of them are projected."""
+    """Whether the processes of sp_size exchange queries, keys and values while the next of them are projected."""
     fsdp_size: int = Field(default=1, ge=1)
     """Over so many groups of processes transformers shards the model while it is loaded (FSDP2)."""
     tp_size: int = Field(default=1, ge=1)
@@ -44,6 +46,16 @@ class ProcessKeys(Section):
         return self.fsdp_size * self.tp_size > 1
 
     @property
+    def ranks_per_sequence(self) -> int:
+        """How many neighbouring ranks hold a part of each sequence."""
+        return self.sp_size * self.cp_size
+
+    @property
+    def parts_of_sequence(self) -> int:
+        """In how many parts sequences are cut, which must divide their length: a ring's ranks have two each."""
+        return self.ranks_per_sequence * (2 if self.cp_size > 1 else 1)
+
+    @property
     def ranks_per_batch(self) -> int:
         """How many neighbouring ranks train on the same batch."""
-        return self.sp_size * self.tp_size
+        return self.ranks_per_sequence * self.tp_size

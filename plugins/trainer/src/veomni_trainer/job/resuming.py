@@ -87,6 +87,7 @@ KEYS: Mapping[str, OnResume] = {
     "train.report_to": _APPLIED,
     "train.fsdp": _REFUSED,
     "train.sp_size": _COMPARED,
+    "train.cp_size": _COMPARED,
     "train.sp_overlap": _APPLIED,
     "train.fsdp_size": _COMPARED,
     "train.tp_size": _COMPARED,

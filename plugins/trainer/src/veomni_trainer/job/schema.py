@@ -42,12 +42,13 @@ class Job(Section):
             )
         if self.train.sp_overlap and self.train.sp_size == 1:
             raise ValueError(
-                "train.sp_overlap is for sequences that processes share; write train.sp_size, or leave it out"
+                "train.sp_overlap is for processes that exchange heads; write train.sp_size, or leave it out"
             )
-        if self.data.sequence_length % self.train.sp_size:
+        if self.data.sequence_length % (parts := self.train.parts_of_sequence):
+            keys = "train.sp_size x cp_size" if self.train.cp_size > 1 else "train.sp_size"
             raise ValueError(
-                f"train.sp_size: {self.train.sp_size} processes can't share data.sequence_length "
-                f"{self.data.sequence_length} equally; write a multiple of {self.train.sp_size}"
+                f"{keys}: {self.train.ranks_per_sequence} processes can't share data.sequence_length "
+                f"{self.data.sequence_length} equally; write a multiple of {parts}"
             )
         return self
 
@@ -74,10 +75,10 @@ class Job(Section):
             return self
         if self.model.weights is None:
             raise ValueError("lora trains an adapter over weights that stay as they are; name them as model.weights")
-        if train.tp_size > 1 or train.ep_size > 1 or train.fsdp or train.sp_size > 1:
+        if train.tp_size > 1 or train.ep_size > 1 or train.fsdp or train.ranks_per_sequence > 1:
             raise ValueError(
-                "lora is tested over models that are sharded by fsdp_size alone; write 1 for tp_size, ep_size and "
-                "sp_size, and fsdp_size: N in place of fsdp: true"
+                "lora is tested over models that are sharded by fsdp_size alone; write 1 for tp_size, ep_size, "
+                "sp_size and cp_size, and fsdp_size: N in place of fsdp: true"
             )
         beyond = {name: getattr(self.lora, name) for name in ("quantization", "target_parameters", "modules_to_save")}
         beyond["use_dora"] = self.lora.use_dora
@@ -98,10 +99,11 @@ class Job(Section):
         if method == "pretrain":
             return self
         sharded = train.is_sharded and (method != "sft" or train.tp_size > 1 or train.ep_size > 1)
-        if sharded or train.fsdp or train.sp_size > 1:
+        if sharded or train.fsdp or train.ranks_per_sequence > 1:
             raise ValueError(
                 f"train.method: {method} is not tested over models or sequences that processes share; write 1 for "
-                "fsdp_size, tp_size and sp_size, and fsdp: false. Several processes can each have a copy of the model"
+                "fsdp_size, tp_size, sp_size and cp_size, and fsdp: false. Several processes can each have a copy of "
+                "the model"
             )
         untested: dict[str, object] = {
             "train.shadow": train.shadow,
@@ -139,7 +141,7 @@ class Job(Section):
             "train.expert_loads": train.expert_loads,
             "train.precision: fp16_mixed": train.precision == "fp16_mixed",
             f"train.method: {train.method}": train.method != "pretrain",
-            "several processes": train.is_sharded or train.fsdp or train.sp_size > 1 or train.ep_size > 1,
+            "several processes": train.is_sharded or train.fsdp or train.ranks_per_sequence > 1 or train.ep_size > 1,
             "train.device: cpu": train.device == "cpu",
             "data.packing": self.data.packing,
             "lora": self.lora,
@@ -174,6 +176,10 @@ class Job(Section):
                 f"train.sp_size {train.sp_size} and tp_size {tp} can't be combined: both divide the attention's heads "
                 "among processes. Write 1 for one of them"
             )
+        if train.cp_size > 1 and tp > 1:
+            raise ValueError(
+                f"train.cp_size {train.cp_size} and tp_size {tp} are not tested together; write 1 for one of them"
+            )
         if train.precision == "fp16_mixed" and (train.is_sharded or train.fsdp):
             raise ValueError(
                 "train.precision: fp16_mixed scales the loss by what overflows in one process, and a sharded model's "
@@ -196,12 +202,12 @@ class Job(Section):
             )
         if train.push_to and not train.export:
             raise ValueError("train.push_to sends the export to the Hub; set train.export: true, or merged for LoRA")
-        if train.shadow and (train.torch_compile or train.is_sharded or train.fsdp or train.sp_size > 1):
+        if train.shadow and (train.torch_compile or train.is_sharded or train.fsdp or train.ranks_per_sequence > 1):
             raise ValueError(
                 "train.shadow runs modules' own code on their inputs, which a compiled model, or one whose weights or "
                 "sequences processes share, doesn't let it see; write torch_compile: false, fsdp: false, and 1 for "
-                "fsdp_size, tp_size and sp_size, or leave train.shadow out. Processes with a copy of the model each "
-                "can use it"
+                "fsdp_size, tp_size, sp_size and cp_size, or leave train.shadow out. Processes with a copy of "
+                "the model each can use it"
             )
         if train.expert_loads and train.torch_compile:
             raise ValueError(

@@ -82,7 +82,10 @@ class JobTrainer(ResumingTrainer):
         if isinstance(training, Stream):
             training = training.in_batches(train.batch_size, train.ranks_per_batch)
         metadata = HostMetadata(model) if corpus.processor is not None else None
-        return {"data_collator": corpus.batcher(multiple=train.sp_size, metadata=metadata), "train_dataset": training}
+        return {
+            "data_collator": corpus.batcher(multiple=train.parts_of_sequence, metadata=metadata),
+            "train_dataset": training,
+        }
 
     def curves(self) -> Row:
         """What the method has measured since the last row, by the names of its curves."""

@@ -167,7 +167,7 @@ def dry_run(
     if located.weights and (offline or located.weights == job.model.weights):  # others are downloaded to train
         check_weights(Path(located.weights))
     device, under = device_of(job.train), conditions(job)
-    processes = max(job.train.fsdp_size * job.train.tp_size, job.train.sp_size)
+    processes = max(job.train.fsdp_size * job.train.tp_size, job.train.ranks_per_sequence)
     corpus = read_data(job, tokenizer)
     check_method(job, tokenizer, processes)
     if point.checkpoint:

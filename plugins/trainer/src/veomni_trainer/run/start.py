@@ -40,13 +40,12 @@ from veomni_trainer.setup.model import build_model, check_model, conditions, ops
 from veomni_trainer.setup.packing import check_packed_media, check_packing
 from veomni_trainer.setup.process_timeout import set_process_timeout
 from veomni_trainer.setup.scoring_models import with_labels
-from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sequence_parallel_group
+from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sharing_of
 from veomni_trainer.setup.sharding import check_started
 from veomni_trainer.setup.tokenizer import job_tokenizer, other_ids
 from veomni_trainer.setup.trl_arguments import check_method, method_inputs, trl_config, trl_tokenizer
 from veomni_trainer.setup.unused_parameters import may_leave_parameters_unused
 from veomni_transformers.packed.document_positions import DocumentPositions
-from veomni_transformers.sequence import apply_ulysses
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -101,14 +100,14 @@ def prepare(
     sequences = fingerprint(corpus)
     if point.checkpoint:
         check_sequences(point.checkpoint, sequences)
-    group = sequence_parallel_group(job.train.sp_size, arguments)
+    shared = sharing_of(job.train, arguments)
     check_enough(corpus, job.train, arguments.world_size)
     steps = steps_of(corpus, job.train, arguments.world_size)
     arguments.max_steps = steps
     corpus = corpus.drawn(steps * _sequences_per_step(job.train, arguments.world_size))
     check_validates(job, arguments.device, bool(corpus.validation))
-    if group is not None:
-        check_sequence_parallel(job, ops, tokenizer, group)
+    if shared is not None:
+        check_sequence_parallel(job, ops, tokenizer, shared)
     set_seed(job.train.seed)
     labelled = with_labels(job, corpus)
     model = build_model(labelled, ops, tokenizer, arguments.device, point.checkpoint, frozen.check if frozen else None)
@@ -120,10 +119,9 @@ def prepare(
         if DocumentPositions.suits(model):
             corpus = replace(corpus, positions=DocumentPositions(model))
         check_packed_media(model, corpus, conditions(job).autocast)
-    if group is not None:
-        apply_ulysses(model, group, overlap=job.train.sp_overlap)
+    order = shared.apply(model).order if shared is not None else None
     if job.data.packing:
-        check_packing(model, job.train.batch_size, conditions(job).autocast, group)
+        check_packing(model, job.train.batch_size, conditions(job).autocast, order)
     trained = with_adapter(model, job, point.checkpoint) if job.lora else model
     inputs = method_inputs(job, tokenizer, arguments.device) if job.train.method != "pretrain" else None
     check_disk_space(job.train, folder, trained)
@@ -159,7 +157,7 @@ def _sample(job: Job, corpus: Corpus, inputs: MethodInputs | None) -> Sample:
     if CHAT in first:  # whole: what stands for a picture can't be cut
         media = {name: each for name, each in corpus.batcher()([first]).items() if name not in ("input_ids", "labels")}
     return Sample(
-        ids if media else sample_ids(ids, job.train.sp_size),
+        ids if media else sample_ids(ids, job.train.parts_of_sequence),
         media=media,
         why_not="training held the weights under the adapter quantized" if quantized else "",
         autocast=conditions(job).autocast,
@@ -231,7 +229,7 @@ def check_enough(corpus: Corpus, train: TrainSection, processes: int) -> None:
     if sequences is not None and sequences < needed and not corpus.is_mixed:
         raise JobFileError(
             f"data.files gives {sequences:,} sequences for training, and one step takes {needed:,} "
-            "(train.batch_size x gradient_accumulation x processes / (sp_size x tp_size)); lower those, or "
+            "(train.batch_size x gradient_accumulation x processes / (sp_size x cp_size x tp_size)); lower those, or "
             "data.sequence_length"
         )
 

@@ -123,7 +123,10 @@ def _measure(job: Job, ops: OpsConfig, config: PretrainedConfig, depth: int, dev
     )
     trained: nn.Module = with_adapter(model, job) if job.lora else model
     trained.train()
-    shape = (job.train.batch_size * job.train.sequences_per_row, job.data.sequence_length // job.train.sp_size)
+    shape = (
+        job.train.batch_size * job.train.sequences_per_row,
+        job.data.sequence_length // job.train.ranks_per_sequence,
+    )
     ids = torch.randint(config.get_text_config().vocab_size, shape, device=device)
     autocast = getattr(torch, under.autocast) if isinstance(under.autocast, str) else under.autocast
     labels = ids[:, 0] % (config.num_labels or 1) if job.train.scores_sequences else ids
@@ -181,7 +184,7 @@ def _elements(whole: nn.Module, skeleton: PreTrainedModel, train: TrainSection, 
 
 
 def _micro_batch_elements(job: Job) -> int:
-    return job.train.batch_size * job.train.sequences_per_row * job.data.sequence_length // job.train.sp_size
+    return job.train.batch_size * job.train.sequences_per_row * job.data.sequence_length // job.train.ranks_per_sequence
 
 
 def _activation_bytes(job: Job) -> int:

@@ -73,7 +73,7 @@ def _batch(job: Job) -> tuple[int, int] | None:
     Packed sequences, TRL's rows and sequences that processes share have other shapes, and adapters other gradients.
     """
     train = job.train
-    shared = train.sp_size > 1 or train.is_sharded or train.fsdp
+    shared = train.ranks_per_sequence > 1 or train.is_sharded or train.fsdp
     if job.data.packing or job.lora or train.method != "pretrain" or shared:
         return None
     return train.batch_size, job.data.sequence_length

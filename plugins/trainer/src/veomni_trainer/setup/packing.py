@@ -6,7 +6,6 @@ from itertools import accumulate, islice
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from veomni_core.errors import ConfigError
@@ -14,6 +13,7 @@ from veomni_trainer.data.batches import CHAT
 from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.streaming import Stream
 from veomni_transformers.packed.document_values import why_documents_mix, why_media_mix
+from veomni_transformers.sequence.order import Order
 
 _LOOKED_AT = 64  # sequences
 
@@ -22,7 +22,7 @@ def check_packing(
     model: PreTrainedModel,
     batch_size: int,
     autocast: str | None = None,
-    group: ProcessGroup | None = None,
+    order: Order | None = None,
 ) -> None:
     """Run ``model`` on packed documents and on the same documents alone. All ranks must call this together.
 
@@ -30,12 +30,12 @@ def check_packing(
         model: bound, with weights, on its device.
         batch_size: how many packed sequences a batch has.
         autocast: the type that the model trains under.
-        group: the ranks that share each sequence.
+        order: where each sequence lies on the ranks that share it.
 
     Raises:
         ConfigError: the outputs differ; the message names the first module whose output does, or that stays eager.
     """
-    _refuse(model, why_documents_mix(model, batch_size, autocast, group))
+    _refuse(model, why_documents_mix(model, batch_size, autocast, order))
 
 
 def check_packed_media(model: PreTrainedModel, corpus: Corpus, autocast: str | None = None) -> None:

@@ -1,7 +1,10 @@
-"""Groups processes for sequence parallelism, and checks that a job's model supports it."""
+"""Groups processes that share sequences, and checks that a job's model supports it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import TrainingArguments
@@ -9,30 +12,62 @@ from transformers import TrainingArguments
 from veomni_core import OpsConfig
 from veomni_core.errors import HostError
 from veomni_trainer.data.tokens import Tokenizer
+from veomni_trainer.job.process_keys import ProcessKeys
 from veomni_trainer.job.schema import Job
 from veomni_trainer.setup.model import build_skeleton
-from veomni_transformers.sequence import apply_ulysses
+from veomni_transformers.sequence import SequenceParallel, apply_context_parallel, apply_ulysses
 
 
-def sequence_parallel_group(sp_size: int, arguments: TrainingArguments) -> ProcessGroup | None:
-    """The group of ``sp_size`` neighbouring ranks that share this rank's sequences; ``None`` if ``sp_size`` is 1.
+@dataclass(frozen=True)
+class Sharing:
+    """The processes that share this one's sequences, and of them those that exchange heads with it.
+
+    Without a ring (``cp_size`` of 1) these are the same, and ``heads`` is ``None``; so it is in a ring without Ulysses.
+    """
+
+    group: ProcessGroup
+    heads: ProcessGroup | None
+    train: ProcessKeys
+
+    def apply(self, model: nn.Module) -> SequenceParallel:
+        """Let the processes share the sequences of ``model``.
+
+        Raises:
+            ConfigError: they can't; the message has every reason.
+        """
+        overlap = self.train.sp_overlap
+        if self.train.cp_size == 1:
+            return apply_ulysses(model, self.group, overlap=overlap)
+        return apply_context_parallel(model, self.group, sp_group=self.heads, overlap=overlap)
+
+
+def sharing_of(train: ProcessKeys, arguments: TrainingArguments) -> Sharing | None:
+    """The ``sp_size x cp_size`` neighbouring ranks that share this rank's sequences; ``None`` if it has its own.
 
     Raises:
-        HostError: the number of processes is no multiple of ``sp_size``.
+        HostError: the number of processes is no multiple of that.
     """
-    if sp_size == 1:
+    needed, world = train.ranks_per_sequence, arguments.world_size
+    if needed == 1:
         return None
-    if arguments.world_size % sp_size:
+    if world % needed:
+        keys = " x ".join(key for key in ("sp_size", "cp_size") if getattr(train, key) > 1)
         raise HostError(
-            f"train.sp_size is {sp_size}, and this job has {arguments.world_size} process(es). Start a multiple of "
-            f"{sp_size}: `torchrun --nproc_per_node={sp_size} -m veomni_core.cli train JOB.yaml`"
+            f"train.{keys} is {needed}, and this job has {world} process(es). Start a multiple of {needed}: "
+            f"`torchrun --nproc_per_node={needed} -m veomni_core.cli train JOB.yaml`"
         )
-    sizes = (arguments.world_size // sp_size, sp_size)
+    heads = _neighbours(train.sp_size, arguments) if needed > train.sp_size > 1 else None
+    return Sharing(_neighbours(needed, arguments), heads, train)
+
+
+def _neighbours(size: int, arguments: TrainingArguments) -> ProcessGroup:
+    """The group of so many neighbouring ranks that this process is in."""
+    sizes = (arguments.world_size // size, size)
     return init_device_mesh(arguments.device.type, sizes, mesh_dim_names=("dp", "sp"))["sp"].get_group()
 
 
-def check_sequence_parallel(job: Job, ops: OpsConfig, tokenizer: Tokenizer, group: ProcessGroup) -> None:
-    """Check, before weights are loaded, that the ranks of ``group`` can share the sequences of the job's model.
+def check_sequence_parallel(job: Job, ops: OpsConfig, tokenizer: Tokenizer, shared: Sharing) -> None:
+    """Check, before weights are loaded, that the processes can share the sequences of the job's model.
 
     Applies sequence parallelism to the bound model on the meta device.
 
@@ -40,5 +75,5 @@ def check_sequence_parallel(job: Job, ops: OpsConfig, tokenizer: Tokenizer, grou
         ConfigError: the model doesn't support sequence parallelism; the message has every reason.
         VeOmniError: building the model would fail before its weights are loaded.
     """
-    model = build_skeleton(job, ops, tokenizer)  # a local variable, since apply_ulysses keeps only a weak reference
-    apply_ulysses(model, group, overlap=job.train.sp_overlap).undo()
+    model = build_skeleton(job, ops, tokenizer)  # a local variable, since only a weak reference to it is kept
+    shared.apply(model).undo()

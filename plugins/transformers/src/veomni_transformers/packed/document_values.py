@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -18,6 +17,9 @@ from veomni_core.random_states import random_states_kept
 from veomni_transformers.packed.document_gradients import first_module_that_sees_others
 from veomni_transformers.packed.document_positions import DocumentPositions
 from veomni_transformers.packed.module_outputs import after_each_module
+
+if TYPE_CHECKING:  # sequence/ imports this package
+    from veomni_transformers.sequence.order import Order
 
 _ROWS = ((6, 5, 7, 5), (5, 7, 5, 6))  # lengths of the documents in two packed sequences, with different boundaries
 # The largest relative difference that rounding makes, with much to spare. A document that is seen where it should not
@@ -30,7 +32,7 @@ Outputs = dict[str, Tensor]
 
 
 def why_documents_mix(
-    model: PreTrainedModel, batch_size: int, autocast: str | None = None, group: ProcessGroup | None = None
+    model: PreTrainedModel, batch_size: int, autocast: str | None = None, order: Order | None = None
 ) -> str:
     """Compare ``model``'s outputs for packed documents, whose positions restart, with those for each document alone.
 
@@ -41,7 +43,7 @@ def why_documents_mix(
         model: bound, with weights, on its device. ``use_cache`` of its config and its text config is set to False.
         batch_size: how many packed sequences a batch has; some attention keeps the documents only of one apart.
         autocast: the type that the model trains under.
-        group: the ranks that share each sequence.
+        order: where each sequence lies on the ranks that share it.
 
     Returns:
         A clause that names the first module whose output differs, or that stays eager; empty if documents stay apart.
@@ -51,7 +53,7 @@ def why_documents_mix(
     with _evaluating(model), _under(autocast, model.device):
         try:
             rows = _ROWS[: min(batch_size, len(_ROWS))]
-            problem = _first_difference(model, rows, group, _tolerance(model, autocast))
+            problem = _first_difference(model, rows, order, _tolerance(model, autocast))
         except PackedSequencesError as error:
             problem = str(error)
     return problem and f"can't keep packed documents apart. {problem}"
@@ -120,16 +122,16 @@ def _tolerance(model: PreTrainedModel, autocast: str | None) -> float:
 def _first_difference(
     model: PreTrainedModel,
     rows: tuple[tuple[int, ...], ...],
-    group: ProcessGroup | None,
+    order: Order | None,
     tolerance: float,
 ) -> str:
     """A sentence about the first module whose output differs; empty if none does."""
-    documents = _documents(rows, group.size() if group else 1, model)
-    together = _by_document(_run(model, group, **_packed(documents, model)), documents)
-    alone = [[_run(model, group, input_ids=ids[None]) for ids in row] for row in documents]
+    documents = _documents(rows, order.multiple if order else 1, model)
+    together = _by_document(_run(model, order, **_packed(documents, model)), documents)
+    alone = [[_run(model, order, input_ids=ids[None]) for ids in row] for row in documents]
     if different := _first_above(tolerance, _largest_anywhere(_differences(together, alone), model.device), model):
         return different
-    if group is not None or _is_sharded(model):
+    if order is not None or _is_sharded(model):
         return ""  # gradients of modules that ranks share are not compared
     if seen := first_module_that_sees_others(model, rows[0], _packed(documents[:1], model)):
         path, module = seen
@@ -175,31 +177,24 @@ def _packed(documents: list[list[Tensor]], model: PreTrainedModel) -> dict[str, 
     return {"input_ids": torch.stack([torch.cat(row) for row in documents]), "position_ids": positions}
 
 
-def _run(model: PreTrainedModel, group: ProcessGroup | None, **inputs: Any) -> Outputs:
+def _run(model: PreTrainedModel, order: Order | None, **inputs: Any) -> Outputs:
     """Every module's output that has a value for each token, in the order in which modules return."""
     outputs: Outputs = {}
     batch, length = inputs["input_ids"].shape
-    here = (batch, length // (group.size() if group else 1))
+    here = (batch, length // (order.group.size() if order else 1))
 
     paths = {module: path for path, module in model.named_modules()}
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
         for value in _tensors(output):
             if value.shape[:2] == here and value.is_floating_point():
-                whole = _gathered(value, group) if group else value
+                whole = order.whole(value, 1) if order else value
                 outputs[paths[module]] = whole.detach().float().reshape(*whole.shape[:2], -1)
                 return
 
     with after_each_module(model, record):
         model(**inputs)
     return outputs
-
-
-def _gathered(part: Tensor, group: ProcessGroup) -> Tensor:
-    """Every rank's positions, joined: ``[B, S / ranks, ...] -> [B, S, ...]``."""
-    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    distributed.all_gather(parts, part.detach().contiguous(), group=group)
-    return torch.cat(parts, dim=1)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

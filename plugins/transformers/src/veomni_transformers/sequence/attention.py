@@ -41,21 +41,22 @@ class HeadShare:
     layer_idx: int | None
 
 
-def ulysses_attention(kernel: Attention, group: ProcessGroup, *, exchanges: bool = True) -> Attention:
+def ulysses_attention(kernel: Attention, group: ProcessGroup | None, *, exchanges: bool = True) -> Attention:
     """Wrap ``kernel`` for inputs and an output that are this rank's part of the sequence.
 
     ``query[B, Hq, S/n, D] -> [B, S/n, Hq, Dv]``. The mask, ``cu_seq_lens_q`` and ``cu_seq_lens_k`` must be those of the
     whole sequence, and the sinks (``s_aux[Hq]``) those of all heads. Without ``exchanges`` queries, keys and values
-    are those of the whole sequence and this rank's heads already, and so is the output.
+    are those of the whole sequence and this rank's heads already, and so is the output. Without ``group`` a rank
+    computes all heads.
     """
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         options = _shared_options(options, group)
-        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
+        if group and isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
             attention_mask = slice_input_tensor(attention_mask, 1, group)
-        if exchanges:
+        if group and exchanges:
             query, key, value = scatter_attention_heads(query, key, value, group)
         share = HeadShare(
             num_key_value_groups=query.shape[1] // key.shape[1],
@@ -65,14 +66,14 @@ def ulysses_attention(kernel: Attention, group: ProcessGroup, *, exchanges: bool
             layer_idx=getattr(module, "layer_idx", None),
         )
         output, _ = kernel(share, query, key, value, attention_mask, **options)
-        if not exchanges:
+        if not group or not exchanges:
             return output, None
         return gather_heads_scatter_seq(output, head_dim=2, seq_dim=1, group=group), None
 
     return attend
 
 
-def _shared_options(options: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
+def _shared_options(options: dict[str, Any], group: ProcessGroup | None) -> dict[str, Any]:
     if options.get("output_attentions"):
         raise ConfigError("sequence-parallel attention returns no attention weights; leave out output_attentions")
     if options.get("dropout"):
@@ -84,7 +85,7 @@ def _shared_options(options: dict[str, Any], group: ProcessGroup) -> dict[str, A
     shared = {name: value for name, value in options.items() if name not in _NOT_PASSED}
     for name, value in shared.items():
         if name == _PER_HEAD and value is not None:
-            shared[name] = slice_input_tensor(value, 0, group)
+            shared[name] = slice_input_tensor(value, 0, group) if group else value
         elif isinstance(value, Tensor) and name not in LENGTHS:
             raise ConfigError(
                 f"sequence parallelism does not know how to shard the attention argument {name!r} over heads and "

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from veomni_core.errors import BindingError
 from veomni_transformers.attention.config_changes import interface_of
@@ -19,8 +18,10 @@ from veomni_transformers.sequence.attention import packing_of
 from veomni_transformers.sequence.inputs import WholeSequence, check_positions, part_of, whole_inputs
 from veomni_transformers.sequence.losses import sum_over_ranks, whole_sequence
 from veomni_transformers.sequence.mixers import padding_builders, refuse_padding
+from veomni_transformers.sequence.order import Order
 from veomni_transformers.sequence.recurrence import handed_down
 from veomni_transformers.sequence.refusals import reads_positions_from_mask
+from veomni_transformers.sequence.ring import documents
 
 # Arguments of towers, which transformers' models pass on to their decoder too, where nothing reads them.
 _OF_TOWERS = ("image_", "video_", "audio_")
@@ -32,8 +33,8 @@ class RunningForward:
     It has no reference to a model. So transformers' tables may hold it, and deep copies of the model share it.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, order: Order) -> None:
+        self.order, self.group = order, order.group
         self.sequence: WholeSequence | None = None
         self.batches_agree = False
 
@@ -73,7 +74,7 @@ def whole_forward(model: nn.Module, running: RunningForward, config_at: str, int
         if not running.batches_agree and not torch.compiler.is_compiling():
             check_batches_agree(given, running.group)
             running.batches_agree = True
-        inputs, whole = whole_inputs(given, running.group)
+        inputs, whole = whole_inputs(given, running.order)
         running.sequence = whole
         try:
             output = original(self, **inputs)
@@ -111,13 +112,17 @@ def split_forward(
         whole = running.whole()
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         given = {name: value for name, value in given.items() if not name.startswith(not_passed)}
+        if running.order.slots > 1:
+            whole.documents = documents(
+                {name: value for name, value in given.items() if value is not None}, whole, by_lengths
+            )
         given, boundaries = handed_down(given) if mixes else (given, {})
-        inputs = part_of(given, whole, running.group)
+        inputs = part_of(given, whole, running.order)
         if by_mask:
             check_positions(whole)
         if not keeps_padding:
             refuse_padding(whole)
-        if by_lengths and not boundaries and "cu_seq_lens_q" not in inputs:
+        if by_lengths and running.order.slots == 1 and not boundaries and "cu_seq_lens_q" not in inputs:
             inputs |= packing_of(whole)
         inputs |= boundaries
         whole.is_cut = True
@@ -159,7 +164,7 @@ def load_balancing_loss(original: Callable[..., Any], running: RunningForward) -
         ranks = running.group.size()
         layers = torch.stack([each.to(gate_logits[0].device) for each in gate_logits])
         by_sequence = layers.unflatten(1, (-1, whole.length // ranks))
-        gathered = whole_sequence(by_sequence, 2, running.group).flatten(1, 2)
+        gathered = whole_sequence(by_sequence, 2, running.order).flatten(1, 2)
         return original(tuple(gathered.unbind(0)), num_experts, top_k, whole.padding)
 
     return loss

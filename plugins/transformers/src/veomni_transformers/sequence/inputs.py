@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from veomni_core.errors import ConfigError
 from veomni_core.kernels import IGNORED
-from veomni_transformers.sequence.exchange import ranks_of
-from veomni_transformers.sequence.slicing import slice_input_tensor
+from veomni_transformers.sequence.order import Order
 
 # Bounds and lengths of the sequences in a packed batch. They describe the whole batch, so they are not sliced.
 LENGTHS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
@@ -31,24 +29,27 @@ _SETTINGS = frozenset({"past_key_values", "use_cache", "cache_position", "return
 class WholeSequence:
     """What one forward needs to know of the whole sequence, beyond this rank's part of it.
 
-    ``padding[B, S]`` and ``position_ids[B, S]`` are as the caller passed them. ``labels_here[B, S/n]`` are this rank's
-    labels, already shifted. ``items`` is the number of labels on all ranks that are not ignored. ``loss_was_taken``
-    becomes True when the model calls its loss function. ``is_cut`` is True while this rank's part alone is computed.
-    ``angles`` are pairs of ``cos`` and ``sin``, this rank's and those of all positions.
+    ``padding[B, S]`` and ``position_ids[B, S]`` are as the caller passed them. ``labels[B, S]`` are shifted, and
+    ``labels_here[B, S/n]`` this rank's. ``items`` is the number of labels on all ranks that are not ignored.
+    ``loss_was_taken`` becomes True when the model calls its loss function. ``is_cut`` is True while this rank's part
+    alone is computed. ``angles`` are pairs of ``cos`` and ``sin``, this rank's and those of all positions.
+    ``documents`` is the mask of ring attention.
     """
 
     batch: int
     length: int
     padding: Tensor | None = None
     position_ids: Tensor | None = None
+    labels: Tensor | None = None
     labels_here: Tensor | None = None
     items: Tensor | None = None
     loss_was_taken: bool = False
     is_cut: bool = False
     angles: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    documents: Any = None
 
 
-def whole_inputs(inputs: dict[str, Any], group: ProcessGroup) -> tuple[dict[str, Any], WholeSequence]:
+def whole_inputs(inputs: dict[str, Any], order: Order) -> tuple[dict[str, Any], WholeSequence]:
     """A model's keyword arguments without labels that are shifted already, and what its losses must know of the whole.
 
     Every rank of the group passes the same whole batch. Labels are shifted before they are sliced, so that the last
@@ -60,7 +61,7 @@ def whole_inputs(inputs: dict[str, Any], group: ProcessGroup) -> tuple[dict[str,
     """
     inputs = {name: value for name, value in inputs.items() if value is not None}
     whole = WholeSequence(*_tokens(inputs).shape[:2])
-    _check(inputs, whole.length, group)
+    _check(inputs, whole.length, order)
     mask = inputs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         whole.padding = mask
@@ -68,13 +69,13 @@ def whole_inputs(inputs: dict[str, Any], group: ProcessGroup) -> tuple[dict[str,
     if labels is None and "labels" in inputs:
         labels = F.pad(inputs["labels"], (0, 1), value=IGNORED)[..., 1:]
     if labels is not None:
-        whole.labels_here = slice_input_tensor(labels, 1, group).contiguous()
+        whole.labels, whole.labels_here = labels, order.part(labels, 1).contiguous()
         whole.items = (labels != IGNORED).sum().clamp_min(1)
         inputs.setdefault("labels", labels)
     return inputs, whole
 
 
-def part_of(inputs: dict[str, Any], whole: WholeSequence, group: ProcessGroup) -> dict[str, Any]:
+def part_of(inputs: dict[str, Any], whole: WholeSequence, order: Order) -> dict[str, Any]:
     """This rank's part of the keyword arguments of a decoder, which may be the model itself.
 
     Positions are cut from those of the whole sequence, of one row or of several (``[3, B, S]`` of pictures, or
@@ -98,14 +99,14 @@ def part_of(inputs: dict[str, Any], whole: WholeSequence, group: ProcessGroup) -
             )
         if name in _BY_POSITION | {"position_ids"} and not isinstance(value, Tensor):
             raise ConfigError(f"pass {name} as one tensor to a sequence-parallel model, not as {type(value).__name__}")
-    mine = {name: slice_input_tensor(v, 1, group) if name in _BY_POSITION else v for name, v in inputs.items()}
+    mine = {name: order.part(v, 1) if name in _BY_POSITION else v for name, v in inputs.items()}
     positions = inputs.get("position_ids")
     if positions is None:
         positions = torch.arange(whole.length, device=tokens.device).unsqueeze(0)
     else:
         of_text = positions[0] if positions.dim() == 3 and len(positions) == 4 else positions
         whole.position_ids = of_text if of_text.dim() == 2 else None
-    mine["position_ids"] = slice_input_tensor(positions, -1, group)
+    mine["position_ids"] = order.part(positions, -1)
     mask = inputs.get("attention_mask")
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
         # transformers builds its masks from the lengths it sees, so it gets a padding mask of the whole length.
@@ -114,10 +115,10 @@ def part_of(inputs: dict[str, Any], whole: WholeSequence, group: ProcessGroup) -
     mine["attention_mask"] = mask
     if _ROWS in inputs:
         pictures = inputs[_PICTURES]
-        here = torch.zeros_like(pictures)
-        slice_input_tensor(here, 1, group).fill_(True)
-        kept = here[pictures]
-        mine[_ROWS] = [rows[kept] for rows in inputs[_ROWS]]
+        numbers = torch.full(pictures.shape, -1, device=pictures.device)
+        numbers[pictures] = torch.arange(int(pictures.sum()), device=pictures.device)
+        kept = order.part(numbers, 1)
+        mine[_ROWS] = [rows[kept[kept >= 0]] for rows in inputs[_ROWS]]
     mine["use_cache"] = False
     return mine
 
@@ -157,12 +158,11 @@ def check_positions(whole: WholeSequence) -> None:
         )
 
 
-def _check(inputs: dict[str, Any], length: int, group: ProcessGroup) -> None:
-    _, ranks, _ = ranks_of(group)
-    if length % ranks:
+def _check(inputs: dict[str, Any], length: int, order: Order) -> None:
+    if length % order.multiple:
         raise ConfigError(
-            f"a sequence of {length} can't be split over {ranks} sequence-parallel ranks. Pad the batch to a "
-            f"multiple of {ranks}, with labels of {IGNORED}, or choose another sequence length"
+            f"a sequence of {length} can't be split over {order.group.size()} sequence-parallel ranks. Pad the batch "
+            f"to a multiple of {order.multiple}, with labels of {IGNORED}, or choose another sequence length"
         )
     if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
         raise ConfigError("a sequence-parallel model keeps no cache: call it without past_key_values and use_cache")

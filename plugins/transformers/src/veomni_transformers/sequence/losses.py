@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as collectives
 
-from veomni_transformers.sequence.slicing import gather_outputs, slice_input_tensor
+from veomni_transformers.sequence.order import Order
 
 
 def sum_over_ranks(part: Tensor, group: ProcessGroup) -> Tensor:
@@ -23,12 +23,12 @@ def sum_over_ranks(part: Tensor, group: ProcessGroup) -> Tensor:
     return _Sum.apply(part, group)
 
 
-def whole_sequence(parts: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def whole_sequence(parts: Tensor, dim: int, order: Order) -> Tensor:
     """Gather all ranks' ``parts`` along ``dim``, for a loss that every rank computes from the whole.
 
     ``[.., S/n, ..] -> [.., S, ..]``; backward takes this rank's part of the gradient, times the number of ranks.
     """
-    return _Gather.apply(parts, dim, group)
+    return _Gather.apply(parts, dim, order)
 
 
 class _Sum(torch.autograd.Function):
@@ -44,10 +44,10 @@ class _Sum(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return gather_outputs(parts, dim, group)
+    def forward(ctx: Any, parts: Tensor, dim: int, order: Order) -> Tensor:
+        ctx.dim, ctx.order = dim, order
+        return order.whole(parts, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return slice_input_tensor(gradients[0], ctx.dim, ctx.group) * ctx.group.size(), None, None
+        return ctx.order.part(gradients[0], ctx.dim) * ctx.order.group.size(), None, None

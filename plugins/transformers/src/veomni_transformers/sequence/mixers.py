@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.errors import ConfigError
@@ -21,8 +20,8 @@ from veomni_transformers.changes.property_change import PropertyChange
 from veomni_transformers.packed.carried_states import carries_inputs, carries_state
 from veomni_transformers.proving.functions import current_forward, global_functions, with_globals
 from veomni_transformers.sequence.inputs import WholeSequence
+from veomni_transformers.sequence.order import Order
 from veomni_transformers.sequence.recurrence import after_earlier_ranks, by_heads
-from veomni_transformers.sequence.slicing import slice_input_tensor
 
 CONVOLUTION = "causal_conv1d"
 # Layers with such mixers, as configs name them, and those that mix positions by attention or not at all.
@@ -81,21 +80,21 @@ def mixer_problems(
 
 
 def mixer_changes(
-    model: nn.Module, sites: Iterable[SiteDecision], group: ProcessGroup, whole: Callable[[], WholeSequence]
+    model: nn.Module, sites: Iterable[SiteDecision], order: Order, whole: Callable[[], WholeSequence]
 ) -> Iterator[tuple[str, Change]]:
     """The changes by which mixers call their bound kernels for the whole sequence, and are given their padding."""
     for each in sites:
         path, wrap = each.site.path, _WRAPPERS[each.site.op_name]
         module = model.get_submodule(path)
         if (name := each.site.detail.get("attribute")) is not None:
-            yield path, PropertyChange(module, name, wrap(getattr(module, name), group))
+            yield path, PropertyChange(module, name, wrap(getattr(module, name), order))
             continue
         name = each.site.detail.get("function") or _FUNCTIONS[each.site.op_name]
         forward = current_forward(module)
-        yield path, ForwardChange(module, with_globals(forward, {name: wrap(_named(forward, name), group)}))
+        yield path, ForwardChange(module, with_globals(forward, {name: wrap(_named(forward, name), order)}))
     for path in padding_builders(model):
         module = model.get_submodule(path)
-        forward = with_globals(current_forward(module), {_PADDING: _own_padding(group, whole)})
+        forward = with_globals(current_forward(module), {_PADDING: _own_padding(order, whole)})
         yield path, ForwardChange(module, forward)
 
 
@@ -113,10 +112,10 @@ def refuse_padding(whole: WholeSequence) -> None:
         )
 
 
-def _own_padding(group: ProcessGroup, whole: Callable[[], WholeSequence]) -> Callable[..., Tensor | None]:
+def _own_padding(order: Order, whole: Callable[[], WholeSequence]) -> Callable[..., Tensor | None]:
     def create_recurrent_attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
         padding = whole().padding
-        return None if padding is None else slice_input_tensor(padding, 1, group)
+        return None if padding is None else order.part(padding, 1)
 
     return create_recurrent_attention_mask
 

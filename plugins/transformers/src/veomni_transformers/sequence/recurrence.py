@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from veomni_core.errors import ConfigError
 from veomni_transformers.packed.boundaries import BOUNDS_OF_ROWS, OF_THE_WHOLE, boundaries_in
 from veomni_transformers.sequence.exchange import AllToAll, ScatterHeads, gather_heads_scatter_seq
 from veomni_transformers.sequence.inputs import LENGTHS
+from veomni_transformers.sequence.order import Order
 from veomni_transformers.sequence.slicing import sp_pad_and_slice
 
 Function = Callable[..., Any]
@@ -31,9 +31,7 @@ BOUNDARIES = LENGTHS | {"seq_idx", BOUNDS_OF_ROWS}
 _STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states")
 
 
-def by_heads(
-    call: Function, group: ProcessGroup, of_positions: Sequence[str], of_heads: Sequence[str] = ()
-) -> Function:
+def by_heads(call: Function, order: Order, of_positions: Sequence[str], of_heads: Sequence[str] = ()) -> Function:
     """``call``, a recurrence of each head, for inputs and an output that are this rank's part of the sequence.
 
     Any number of heads can run on any number of ranks: where n does not divide them, heads of zeros make them up; heads
@@ -41,14 +39,14 @@ def by_heads(
 
     Args:
         call: what a bound layer calls. It gives ``[B, S, H, ..]``, or a tuple that starts with that.
-        group: the n ranks that share the sequence.
+        order: the n ranks that share the sequence, and where it lies on them.
         of_positions: the arguments ``[B, S/n, H or fewer, ..]``.
         of_heads: the arguments ``[H]``, or ``None``.
 
     Raises:
         ConfigError: in a call, if a state is given or requested.
     """
-    names = tuple(inspect.signature(call).parameters)
+    names, group = tuple(inspect.signature(call).parameters), order.group
 
     def of_whole_sequence(*args: Any, **kwargs: Any) -> Any:
         given, boundaries = _arguments(names, args, kwargs)
@@ -56,32 +54,36 @@ def by_heads(
             raise ConfigError("a sequence-parallel model keeps no cache: call it without states of its layers")
         parts = [given[name] for name in of_positions]
         heads = max(part.shape[2] for part in parts)
-        given |= zip(of_positions, _scattered(parts, heads, group), strict=True)
+        given |= zip(of_positions, _scattered(parts, heads, order), strict=True)
         given |= {
             name: sp_pad_and_slice(given[name], 0, group=group) for name in of_heads if given.get(name) is not None
         }
         found = call(**{**given, **boundaries})
         output, *rest = found if isinstance(found, tuple) else (found,)
+        output = order.by_ranks(output, 1)
         mine = gather_heads_scatter_seq(output, head_dim=2, seq_dim=1, group=group)[:, :, :heads]
         return (mine, *rest) if isinstance(found, tuple) else mine
 
     return of_whole_sequence
 
 
-def after_earlier_ranks(call: Function, group: ProcessGroup) -> Function:
-    """``call``, a causal convolution of ``[B, C, S]``, for this rank's ``[B, C, S/n]``."""
+def after_earlier_ranks(call: Function, order: Order) -> Function:
+    """``call``, a causal convolution of ``[B, C, S]``, for this rank's ``[B, C, S/n]``, one call for each piece."""
     names = tuple(inspect.signature(call).parameters)
     x_name, weight_name, *_ = names
 
     def of_own_positions(*args: Any, **kwargs: Any) -> Any:
         given, boundaries = _arguments(names, args, kwargs)
-        x = given[x_name]
-        before = _before(x, given[weight_name].shape[-1] - 1, group)
-        width, length = before.shape[-1], x.shape[-1]
-        given[x_name] = torch.cat([before, x], -1)
-        if (numbers := boundaries.get("seq_idx")) is not None:
-            given["seq_idx"] = numbers.narrow(1, group.rank() * length - width, width + length)
-        return call(**given)[..., width:]
+        pieces = given[x_name].chunk(len(order.numbers), -1)
+        found = []
+        befores = _before(pieces, given[weight_name].shape[-1] - 1, order)
+        for number, x, before in zip(order.numbers, pieces, befores, strict=True):
+            width, length = before.shape[-1], x.shape[-1]
+            given[x_name] = torch.cat([before, x], -1)
+            if (numbers := boundaries.get("seq_idx")) is not None:
+                given["seq_idx"] = numbers.narrow(1, number * length - width, width + length)
+            found.append(call(**given)[..., width:])
+        return torch.cat(found, -1) if len(found) > 1 else found[0]
 
     return of_own_positions
 
@@ -105,9 +107,9 @@ def _arguments(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, A
     return given, given.pop(OF_THE_WHOLE, {})
 
 
-def _scattered(parts: Sequence[Tensor], heads: int, group: ProcessGroup) -> list[Tensor]:
+def _scattered(parts: Sequence[Tensor], heads: int, order: Order) -> list[Tensor]:
     """Every part ``[B, S/n, heads or fewer, ..]`` as ``[B, S, h or fewer, ..]``; one exchange for each dtype."""
-    ranks = group.size()
+    group, ranks = order.group, order.group.size()
     missing, ready = -heads % ranks, []
     for part in parts:
         own = part.shape[2]
@@ -120,19 +122,20 @@ def _scattered(parts: Sequence[Tensor], heads: int, group: ProcessGroup) -> list
     for dtype in dict.fromkeys(part.dtype for part in ready):  # a decay keeps its float32
         places = [place for place, part in enumerate(ready) if part.dtype == dtype]
         whole = ScatterHeads.apply(group, ranks, *(ready[place] for place in places))
-        found |= {place: each.transpose(1, 2) for place, each in zip(places, whole, strict=True)}
+        found |= {place: order.in_order(each.transpose(1, 2), 1) for place, each in zip(places, whole, strict=True)}
     return [found[place].squeeze(-1) if part.dim() == 3 else found[place] for place, part in enumerate(parts)]
 
 
-def _before(x: Tensor, width: int, group: ProcessGroup) -> Tensor:
-    """The ``width`` positions before this rank's: ``[B, C, S/n] -> [B, C, width]``, fewer where the sequence begins.
+def _before(pieces: Sequence[Tensor], width: int, order: Order) -> list[Tensor]:
+    """The ``width`` positions before each of this rank's pieces ``[B, C, s]``, fewer where the sequence begins.
 
-    Every rank's end is sent to all, since a part may be shorter than ``width``. The first rank takes nothing of it, but
-    takes part in the exchange of gradients, like all others.
+    Every piece's end is sent to all, since a piece may be shorter than ``width``. The first rank takes nothing of it,
+    but takes part in the exchange of gradients, like all others.
     """
     if not width:
-        return x[..., :0]
-    ends = x[..., max(x.shape[-1] - width, 0) :]
-    of_all = AllToAll.apply(ends.expand(group.size(), *ends.shape), group)
-    earlier = of_all[: group.rank()].movedim(0, -2).flatten(-2)
-    return earlier[..., max(earlier.shape[-1] - width, 0) :]
+        return [x[..., :0] for x in pieces]
+    ends = torch.cat([x[..., max(x.shape[-1] - width, 0) :] for x in pieces], -1)
+    of_all = AllToAll.apply(ends.expand(order.group.size(), *ends.shape), order.group)
+    of_all = order.in_order(of_all.movedim(0, -2).flatten(-2), -1)
+    stops = [number * (ends.shape[-1] // len(pieces)) for number in order.numbers]
+    return [of_all[..., max(stop - width, 0) : stop] for stop in stops]

@@ -14,6 +14,7 @@ from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.errors import ConfigError
 from veomni_core.planning.decisions import SiteDecision
 from veomni_core.sites.site import Site
+from veomni_ops.attention import MASK_FEATURES
 from veomni_transformers.attention.config_changes import interface_of
 from veomni_transformers.attention.locator import attention_function, readers_by_owner
 from veomni_transformers.proving import probe
@@ -21,9 +22,12 @@ from veomni_transformers.proving.functions import code_layers, current_forward, 
 from veomni_transformers.sequence.exchange import check_heads
 from veomni_transformers.sequence.inputs import unknown_arguments
 from veomni_transformers.sequence.mixers import mixer_problems
+from veomni_transformers.sequence.order import Order
 from veomni_transformers.sequence.overlap import why_not_overlapped
+from veomni_transformers.sequence.ring import ring_blocks
 
 LOAD_BALANCING = "load_balancing_loss_func"
+_IN_A_RING = {"softcap", "sinks", "wide_heads", "odd_heads"}  # of the features that sites of attention need
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
@@ -40,24 +44,25 @@ def refuse_model(
     attention: Sequence[Site],
     balancing: Sequence[Site],
     mixers: Sequence[SiteDecision],
-    ranks: int,
+    order: Order,
     overlap: bool = False,
 ) -> None:
-    """Check that ``model``, with these sites, can run sequence-parallel over this many ranks.
+    """Check that ``model``, with these sites, can run sequence-parallel over the ranks of ``order``.
 
     Raises:
         ConfigError: it can't; the message has every reason.
     """
-    problems = list(_problems(model, attention, balancing, mixers, ranks))
-    if overlap and not problems:  # whose heads the ranks can share
-        problems += why_not_overlapped(model, readers_by_owner(model)[attention[0].path], ranks)
+    ranks = order.group.size()
+    problems = list(_problems(model, attention, balancing, mixers, order))
+    if overlap and order.heads is not None and not problems:  # whose heads the ranks can share
+        problems += why_not_overlapped(model, readers_by_owner(model)[attention[0].path], order.heads.size())
     if problems:
         listed = "; ".join(problems)
         raise ConfigError(f"{type(model).__name__} can't run sequence-parallel over {ranks} ranks: {listed}")
 
 
 def _problems(
-    model: Any, attention: Sequence[Site], balancing: Sequence[Site], mixers: Sequence[SiteDecision], ranks: int
+    model: Any, attention: Sequence[Site], balancing: Sequence[Site], mixers: Sequence[SiteDecision], order: Order
 ) -> Iterator[str]:
     holders = [model.get_submodule(site.path) for site in attention]
     if len(holders) != 1 or not hasattr(vars(holders[0]).get("config"), "_attn_implementation"):
@@ -80,10 +85,13 @@ def _problems(
             "are not there for one rank's share of the heads; bind a kernel of veomni-flash-attn first: "
             'bind(model, {"attn_implementation": "flash_attention_2"}), or 3 or 4'
         )
+    elif order.slots > 1:
+        yield from _not_in_a_ring(site, attention_function(model, site.path), interface)
     config = decoder.config.get_text_config()
     query_heads = config.num_attention_heads
     try:
-        check_heads(query_heads, getattr(config, "num_key_value_heads", None) or query_heads, ranks)
+        heads = order.heads.size() if order.heads else 1
+        check_heads(query_heads, getattr(config, "num_key_value_heads", None) or query_heads, heads)
     except ValueError as error:
         yield str(error)
     if any(getattr(each, "is_encoder_decoder", False) for each in (config, getattr(model, "config", None))):
@@ -120,6 +128,21 @@ def _problems(
                 f"its load-balancing loss at {site.path or 'the model'}, found by the rule {site.rule!r}, is not "
                 f"computed by {LOAD_BALANCING} in that module's forward, so it would cover one rank's tokens only"
             )
+
+
+def _not_in_a_ring(site: Site, function: Any, interface: str) -> Iterator[str]:
+    """Why ring attention does not compute the attention at ``site``, which ``function`` computes."""
+    if ring_blocks(function) is None:
+        yield (
+            f"its attention ({interface}) gives no log-sum-exp, by which ring attention merges blocks; choose "
+            "attn_implementation: sdpa, flash_attention_2 or flash_attention_3, or Ulysses (sp_size)"
+        )
+    if site.declared or site.variant is None:
+        yield f"its attention is not proven ({site.evidence}), and ring attention builds its masks anew"
+    if why := site.refuses.get(MASK_FEATURES["flash_attention"]):
+        yield f"ring attention computes causal masks with windows alone, and {why}"
+    if beyond := {*site.needs} - _IN_A_RING:
+        yield f"ring attention does not compute what its attention needs: {', '.join(sorted(beyond))}"
 
 
 def _not_cut(model: nn.Module, path: str) -> Iterator[str]:

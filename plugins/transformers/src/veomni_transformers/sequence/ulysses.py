@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 
 from veomni_core.changes.change import AttributeChange, Change, ForwardChange
@@ -30,8 +30,10 @@ from veomni_transformers.sequence.forward import (
 )
 from veomni_transformers.sequence.mixers import mixer_changes, mixing_sites
 from veomni_transformers.sequence.model_sites import sites_of
+from veomni_transformers.sequence.order import Order
 from veomni_transformers.sequence.overlap import overlapped_forward
 from veomni_transformers.sequence.refusals import LOAD_BALANCING, of_text, refuse_model
+from veomni_transformers.sequence.ring import ring_attention, ring_blocks, ring_mask
 
 _NUMBERS = itertools.count(1)
 
@@ -41,6 +43,7 @@ class SequenceParallel(Transformation):
 
     Attributes:
         group: the ranks that share each sequence. Deep copies of the model share the group.
+        order: which positions each of them holds.
         attention: the attention's name in configs.
         overlap: whether exchanges run while projections are computed.
 
@@ -62,14 +65,20 @@ class SequenceParallel(Transformation):
 
     name = "sequence parallelism"
 
-    def __init__(self, model: nn.Module, group: ProcessGroup, attention: str, overlap: bool = False) -> None:
+    def __init__(self, model: nn.Module, order: Order, attention: str, overlap: bool = False) -> None:
         super().__init__(model)
-        self.group, self.attention, self.overlap = group, attention, overlap
+        self.group, self.order, self.attention, self.overlap = order.group, order, attention, overlap
 
     def describe(self) -> str:
-        """For receipts: ``Ulysses, sp=4, over flash_attention_4``."""
+        """For receipts: ``Ulysses, sp=4, over flash_attention_4``, or ``ring, cp=2, Ulysses, sp=2, over sdpa``."""
+        kinds = [f"ring, cp={self.order.slots}"] if self.order.slots > 1 or not self.order.heads else []
+        kinds += [f"Ulysses, sp={self.order.heads.size()}"] if self.order.heads else []
         overlapped = ", overlapping with projections" if self.overlap else ""
-        return f"Ulysses, sp={self.group.size()}, over {self.attention}{overlapped}"
+        return f"{', '.join(kinds)}, over {self.attention}{overlapped}"
+
+    def gather_outputs(self, x: Tensor, dim: int) -> Tensor:
+        """Every rank's part ``[.., S/n, ..]`` of logits, say, joined as they follow in the sequence, on every rank."""
+        return self.order.whole(x, dim)
 
 
 def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None, *, overlap: bool = False) -> SequenceParallel:
@@ -111,7 +120,64 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None, *, overla
         >>> torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, loss)
         >>> state.undo()
     """
-    group, ranks, _ = ranks_of(group)
+    group, _, _ = ranks_of(group)
+    return _applied(model, Order(group, group), overlap)
+
+
+def apply_context_parallel(
+    model: nn.Module,
+    group: ProcessGroup | None = None,
+    *,
+    sp_group: ProcessGroup | None = None,
+    overlap: bool = False,
+) -> SequenceParallel:
+    """As :func:`apply_ulysses`, but attention's keys and values travel round a ring of ranks; heads stay together.
+
+    Any number of heads can run on any number of ranks. The sequence's length S must be a multiple of 2n: in zig-zag
+    order each slot of the ring holds two of its parts, with equal work under a causal mask. Blocks that no query sees
+    (sliding windows, packed sequences) are left out. Layers that carry a state compute all positions for some of their
+    heads (:mod:`veomni_transformers.sequence.recurrence`).
+
+    Args:
+        model: a transformers model, bound or not, whose attention is proven and causal and whose kernel gives blocks
+            with their log-sum-exp: ``sdpa``, ``flash_attention_2`` and ``flash_attention_3``.
+        group: the n ranks that share the sequence; all ranks without it.
+        sp_group: this rank and those of its neighbours in ``group`` with which it exchanges positions for heads
+            (Ulysses): then a slot is such a group. Its size divides n.
+        overlap: as for :func:`apply_ulysses`, with ``sp_group``.
+
+    Returns:
+        The transformation, with :meth:`SequenceParallel.undo` and :meth:`SequenceParallel.gather_outputs`.
+
+    Raises:
+        ConfigError: the model can't run so, or ``sp_group`` does not fit ``group``; the message has every reason.
+        BindingError: as :func:`apply_ulysses`.
+        HostError: there is no process group.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> torch.distributed.init_process_group("fake", rank=0, world_size=2)  # stands for the first of two ranks
+        >>> shape = {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
+        >>> model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64))
+        >>> apply_context_parallel(model).describe()
+        'ring, cp=2, over sdpa'
+    """
+    group, ranks, rank = ranks_of(group)
+    sizes = 1 if sp_group is None else sp_group.size()
+    neighbours = range(rank - rank % sizes, rank - rank % sizes + sizes)
+    members = [distributed.get_global_rank(group, each) for each in neighbours] if ranks % sizes == 0 else []
+    if sp_group is not None and distributed.get_process_group_ranks(sp_group) != members:
+        raise ConfigError(
+            f"sp_group has the ranks {distributed.get_process_group_ranks(sp_group)}; give it neighbours of group's "
+            f"{distributed.get_process_group_ranks(group)}, as many as divide them"
+        )
+    if overlap and sizes == 1:
+        raise ConfigError("overlap is for exchanges of heads: give an sp_group of several ranks, or leave it out")
+    return _applied(model, Order(group, sp_group if sizes > 1 else None, ranks // sizes), overlap)
+
+
+def _applied(model: nn.Module, order: Order, overlap: bool) -> SequenceParallel:
     if any(isinstance(each, SequenceParallel) for each in transformations_reaching(model)):
         raise BindingError("this model is sequence-parallel already: undo() that first")
     decisions = sites_of(model)
@@ -123,18 +189,18 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None, *, overla
     attention = of_text(model, [decision for decision in decisions if decision.site.op_name == "attention"])
     balancing = [decision.site for decision in decisions if decision.site.op_name == "load_balancing_loss"]
     mixers = mixing_sites(decisions, [each.site.path for each in attention])
-    refuse_model(model, [decision.site for decision in attention], balancing, mixers, ranks, overlap)
+    refuse_model(model, [decision.site for decision in attention], balancing, mixers, order, overlap)
     (chosen,) = attention
     path = chosen.site.path
     name = chosen.kernel if chosen.bound else interface_of(model.get_submodule(path))
-    applied = SequenceParallel(model, group, name, overlap)
-    applied.apply(_changes(model, group, path, [site.path for site in balancing], mixers, overlap))
+    applied = SequenceParallel(model, order, name, overlap)
+    applied.apply(_changes(model, order, path, [site.path for site in balancing], mixers, overlap))
     return applied
 
 
 def _changes(
     model: nn.Module,
-    group: ProcessGroup,
+    order: Order,
     attention: str,
     balancing: Sequence[str],
     mixers: Sequence[SiteDecision],
@@ -143,19 +209,23 @@ def _changes(
     """Every change, with its module path: to attention, other mixers, load-balancing losses, and the whole model."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    owner, running = SequenceParallel.name, RunningForward(group)
+    owner, running = SequenceParallel.name, RunningForward(order)
     own = interface_of(model.get_submodule(attention))
-    name = f"veomni_ulysses_{next(_NUMBERS)}_{own}"
+    name = f"veomni_{'ring' if order.slots > 1 else 'ulysses'}_{next(_NUMBERS)}_{own}"
     mask = ALL_MASK_ATTENTION_FUNCTIONS[own]
     by_lengths = takes_lengths(mask)
     over: Any = attention_function(model, attention)  # not None: eager attention is refused
-    function = ulysses_attention(over, group, exchanges=not overlap)
-    readers = readers_by_owner(model)[attention] if overlap else ()
-    whole_sequence_mask = whole_mask(mask, running.whole, reads_positions=not by_lengths)
-    yield attention, owner, RegisteredInterface(model, function, whole_sequence_mask, name, beneath=own)
+    build = whole_mask(mask, running.whole, reads_positions=not by_lengths)
+    if order.slots > 1:
+        blocks: Any = ring_blocks(over)  # not None: attention without blocks is refused
+        over, build = ring_attention(blocks, order), ring_mask(mask, running.whole)
+    function = ulysses_attention(over, order.heads, exchanges=not overlap)
+    heads: Any = order.heads  # not None where there are readers
+    readers = readers_by_owner(model)[attention] if overlap and heads is not None else ()
+    yield attention, owner, RegisteredInterface(model, function, build, name, beneath=own)
     for change in config_changes(model, attention, name):
         yield attention, owner, change
-    for path, each in mixer_changes(model, mixers, group, running.whole):
+    for path, each in mixer_changes(model, mixers, order, running.whole):
         yield path, owner, each
     for path in balancing:
         module = model.get_submodule(path)
@@ -167,7 +237,7 @@ def _changes(
         yield "", owner, AttributeChange(model, "_loss_function", of_all_ranks)
     for path in readers:
         reader = model.get_submodule(path)
-        yield path, owner, ForwardChange(reader, overlapped_forward(reader, group, lambda: running.sequence))
+        yield path, owner, ForwardChange(reader, overlapped_forward(reader, heads, lambda: running.sequence))
     decoder = model.get_submodule(attention)
     yield attention, owner, ForwardChange(decoder, split_forward(decoder, running, by_lengths, model, bool(mixers)))
     yield "", owner, ForwardChange(model, whole_forward(model, running, attention, name))
