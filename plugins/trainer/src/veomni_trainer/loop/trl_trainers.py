@@ -25,7 +25,7 @@ import trl  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model  # noqa: E402
 
 # What TRL counts beside its curves; a row has its own figures of these.
-_OWN = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time", "aux_loss", "total_flos")
+_OWN = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time", "total_flos")
 
 
 class MethodTrainer(JobTrainer):
@@ -165,6 +165,18 @@ class DrawnTrainer(MethodTrainer):
                 f"{self.state.global_step}, so nothing is learned; return a number for those that are judged"
             )
         return super().curves()
+
+    def _generate(self, *args: Any) -> Any:
+        """As TRL does, without the routers' loss, which transformers would compute of a token and the prompt's mask."""
+        config: Any = self.model.config.get_text_config()  # type: ignore[union-attr]
+        asked = getattr(config, "output_router_logits", None)
+        if asked:
+            config.output_router_logits = False
+        try:
+            return super()._generate(*args)  # type: ignore[misc]
+        finally:
+            if asked:
+                config.output_router_logits = True
 
     def _get_num_items_in_batch(self, *args: Any) -> Any:
         return super(ShardedTrainer, self)._get_num_items_in_batch(*args)
