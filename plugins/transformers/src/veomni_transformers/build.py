@@ -219,8 +219,8 @@ def load_as_trained(
 ) -> PreTrainedModel:
     """The unbound model in a folder of weights, in their dtype on the CPU, of the class that would be trained.
 
-    With a ``config`` of its own the model has a new head, if the weights' is another one. With ``tensors``, under the
-    names of a checkpoint, it has these in place of the folder's.
+    With a ``config`` of its own the model has a new head, if the weights' is another one, and as many embeddings as
+    that says. With ``tensors``, under the names of a checkpoint, it has these in place of the folder's.
 
     Raises:
         CheckpointError: the weights are missing, damaged, or not all that the model has.
@@ -234,9 +234,8 @@ def load_as_trained(
         turned = square_and_transposed(path, skeleton)
         tensors = converted_by_plugin(skeleton, path) if is_converted_by_plugin(skeleton, path) else None
     device, given = torch.device("cpu"), {"state_dict": None if tensors is None else {**tensors}}
-    model: PreTrainedModel = _load_weights(
-        model_class, read, path, "auto", device, trust_remote_code, given, config is not None
-    )
+    load = _load_weights if config is None else _load_resized
+    model: PreTrainedModel = load(model_class, read, path, "auto", device, trust_remote_code, given, config is not None)
     transpose(model, turned)
     return model
 
@@ -346,7 +345,8 @@ def _random_model(model_class: Any, config: Any, dtype: torch.dtype, device: tor
 def _load_resized(model_class: Any, config: Any, path: Path, *others: Any) -> Any:
     """The weights in ``path`` with the number of embeddings that they have, resized to that of ``config``."""
     stored = copy.deepcopy(config)
-    words = load_model_config(str(path), trust_remote_code=others[2]).get_text_config().vocab_size
+    before = load_model_config(str(path), trust_remote_code=others[2]) if (path / "config.json").is_file() else config
+    words = before.get_text_config().vocab_size
     stored.get_text_config().vocab_size = words
     model = _load_weights(model_class, stored, path, *others)
     if words != config.get_text_config().vocab_size:

@@ -58,10 +58,10 @@ class Job(Section):
                 raise ValueError(
                     "model.resize_embeddings is for weights; a new model has as many as its tokenizer needs"
                 )
-            if self.lora or self.train.is_sharded or self.train.fsdp:
+            if self.train.is_sharded or self.train.fsdp or (self.lora and self.lora.quantization):
                 raise ValueError(
-                    "model.resize_embeddings: an adapter would leave new embeddings as they are drawn, and a sharded "
-                    "model is not resized; train the weights once without, export them, and name the export"
+                    "model.resize_embeddings: a sharded or quantized model is not resized; train the weights once "
+                    "without, export them, and name the export"
                 )
         return self
 
