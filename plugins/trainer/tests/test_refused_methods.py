@@ -28,7 +28,7 @@ REFUSED: list[tuple[str, list[str], dict[str, str], type[VeOmniError], list[str]
     ("dpo", ["data.packing=true"], {}, JobFileError, ["train.method: dpo does not go with data.packing"]),
     ("sft", ["train.shadow=1"], {}, JobFileError, ["train.method: sft does not go with train.shadow"]),
     ("grpo", ["data.validation_fraction=0.1"], {}, JobFileError, ["does not go with data.validation_fraction"]),
-    ("dpo", ["train.sp_size=2"], {}, JobFileError, ["not tested over models or sequences that processes share"]),
+    ("dpo", ["train.sp_size=2"], {}, JobFileError, ["tested over models that are sharded by fsdp_size alone"]),
     ("grpo", ["data.sequence_length=16"], {}, JobFileError, ["leaves no room for a prompt"]),
     ("grpo", ["data.sequence_length=20"], {}, JobFileError, ["prompt 1 has", "leaves 4 beside"]),
     ("grpo", ["train.batch_size=6"], {}, ConfigError, ["num_generations: 4 does not divide the 6 completions"]),
@@ -105,7 +105,8 @@ REFUSED: list[tuple[str, list[str], dict[str, str], type[VeOmniError], list[str]
     ("rloo", ["train.batch_size=6"], {}, ConfigError, ["train.rloo.num_generations: 4 does not divide the 6"]),
     ("rloo", ["train.rloo.reward=rewards.py:length"], {}, JobFileError, ["train.rloo.reward:", "no function 'length'"]),
     ("reward", ["data.packing=true"], {}, JobFileError, ["train.method: reward does not go with data.packing"]),
-    ("reward", ["train.fsdp_size=2"], {}, JobFileError, ["not tested over models or sequences that processes share"]),
+    ("reward", ["train.tp_size=2"], {}, JobFileError, ["tested over models that are sharded by fsdp_size alone"]),
+    ("grpo", ["train.fsdp_size=2"], {}, JobFileError, ["draws completions that end at different lengths"]),
     ("classify", ["train.classify.label=kind"], {}, JobFileError, ["has no column 'kind'", "text, label"]),
     ("classify", ["train.classify.labels=[answer]"], {}, JobFileError, ["train.classify.labels"]),
     (

@@ -32,7 +32,7 @@ from veomni_transformers.plugin_models import (
     is_converted_by_plugin,
     refuse_converted,
 )
-from veomni_transformers.sharded_build import random_sharded_model, refuse_device, refuse_world
+from veomni_transformers.sharded_build import draw_whole, random_sharded_model, refuse_device, refuse_world
 from veomni_transformers.stored_layouts import refuse_divided, square_and_transposed, transpose
 from veomni_transformers.veomni_jobs import warn_of_removed_variables
 
@@ -380,6 +380,7 @@ def _load_weights(
     if not any((path / name).exists() for name in ("config.json", "generation_config.json")):
         # A folder with weights only: transformers 5.23 looks there for generation settings and fails without them.
         options["generation_config"] = GenerationConfig.from_model_config(config)
+    state = torch.get_rng_state()
     try:
         model, info = model_class.from_pretrained(
             None if "state_dict" in options else path,
@@ -399,6 +400,8 @@ def _load_weights(
     if _holds_a_whole_around(path, config):
         del misfits["unexpected_keys"]  # of the other parts; none of this one is missing
     if new_head:
+        if "distributed_config" in options:
+            draw_whole(model, misfits["missing_keys"], state)
         body = f"{model.base_model_prefix}."
         misfits = {what: [key for key in keys if key.startswith(body)] for what, keys in misfits.items()}
     if any(misfits.values()):

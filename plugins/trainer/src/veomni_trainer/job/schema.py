@@ -97,11 +97,15 @@ class Job(Section):
         train, data, method = self.train, self.data, self.train.method
         if method == "pretrain":
             return self
-        sharded = train.is_sharded and (method != "sft" or train.tp_size > 1 or train.ep_size > 1)
-        if sharded or train.fsdp or train.sp_size > 1:
+        if train.drawn is not None and train.is_sharded:
             raise ValueError(
-                f"train.method: {method} is not tested over models or sequences that processes share; write 1 for "
-                "fsdp_size, tp_size and sp_size, and fsdp: false. Several processes can each have a copy of the model"
+                f"train.method: {method} draws completions that end at different lengths, and processes that share a "
+                "model by fsdp_size or tp_size would wait for each other's next token; write 1, so that each has a copy"
+            )
+        if train.tp_size > 1 or train.ep_size > 1 or train.fsdp or train.sp_size > 1:
+            raise ValueError(
+                f"train.method: {method} is tested over models that are sharded by fsdp_size alone; write 1 for "
+                "tp_size, ep_size and sp_size, and fsdp_size: N in place of fsdp: true"
             )
         untested: dict[str, object] = {
             "train.shadow": train.shadow,

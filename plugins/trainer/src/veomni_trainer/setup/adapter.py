@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from veomni_core.errors import CheckpointError, ConfigError, HostError, did_you_mean
@@ -78,6 +80,7 @@ def with_adapter(model: PreTrainedModel, job: Job, checkpoint: Path | None = Non
     """
     assert job.lora is not None
     from peft import get_peft_model
+    from peft.utils import ModulesToSaveWrapper
     from transformers import set_seed  # with which PEFT is imported
 
     set_seed(job.train.seed)  # so that a new adapter depends on nothing that the model's weights have drawn
@@ -88,6 +91,11 @@ def with_adapter(model: PreTrainedModel, job: Job, checkpoint: Path | None = Non
         adapted: Any = get_peft_model(model, settings, autocast_adapter_dtype=job.train.precision != "bf16")
     except ValueError as error:
         raise ConfigError(f"lora: {error}") from error
+    for wrapper in (each for each in adapted.modules() if isinstance(each, ModulesToSaveWrapper)):
+        for module in wrapper.modules_to_save.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if isinstance(parameter, DTensor):  # in no group of FSDP's: all ranks train it whole, as the matrices
+                    setattr(module, name, nn.Parameter(parameter.full_tensor()))
     if resized:  # else PEFT would write each table three times
         adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)
     if is_hub_id(job.model.weights):  # not the folder of this machine's cache
