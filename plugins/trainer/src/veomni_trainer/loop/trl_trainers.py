@@ -155,14 +155,29 @@ class DrawnTrainer(MethodTrainer):
     def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
         return super().inputs_of(model, corpus, train) | {"reward_funcs": list(self._method_inputs.rewards)}
 
+    def train(self, resume_from_checkpoint: Any = None, **more: Any) -> Any:
+        self._teaches = bool(resume_from_checkpoint)  # what was drawn before is not known
+        return super().train(resume_from_checkpoint, **more)
+
     def curves(self) -> Row:
-        """As TRL has measured. Raises JobFileError where no function judged any completion: that teaches nothing."""
+        """As TRL has measured.
+
+        Raises JobFileError where no function judged any completion, or none told those of a prompt apart in the whole
+        training: that teaches nothing.
+        """
         names: list[str] = self.reward_func_names  # type: ignore[attr-defined]
         judged = zip(*(self.measured()[f"rewards/{name}/mean"] for name in names), strict=True)
         if any(all(math.isnan(mean) for mean in means) for means in judged):
             raise JobFileError(
                 f"train.{self._train.method}.reward: {', '.join(names)} returned None for every completion up to step "
                 f"{self.state.global_step}, so nothing is learned; return a number for those that are judged"
+            )
+        self._teaches |= any(share < 1 for share in self.measured()["frac_reward_zero_std"])
+        if not (self._teaches or self.beta) and self.state.global_step >= self.state.max_steps:
+            raise JobFileError(
+                f"train.{self._train.method}.reward: {', '.join(names)} gave the completions of each prompt the same "
+                f"reward in all {self.state.global_step} steps, so nothing was learned; reward what differs between "
+                "them, or draw more (num_generations)"
             )
         return super().curves()
 
