@@ -155,9 +155,9 @@ class DrawnTrainer(MethodTrainer):
     def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
         return super().inputs_of(model, corpus, train) | {"reward_funcs": list(self._method_inputs.rewards)}
 
-    def train(self, resume_from_checkpoint: Any = None, **more: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *others: Any, **more: Any) -> Any:
         self._teaches = bool(resume_from_checkpoint)  # what was drawn before is not known
-        return super().train(resume_from_checkpoint, **more)
+        return super().train(resume_from_checkpoint, *others, **more)
 
     def curves(self) -> Row:
         """As TRL has measured.
@@ -183,7 +183,7 @@ class DrawnTrainer(MethodTrainer):
 
     def _generate(self, *args: Any) -> Any:
         """As TRL does, without the routers' loss, which transformers would compute of a token and the prompt's mask."""
-        config: Any = self.model.config.get_text_config()  # type: ignore[union-attr]
+        config: Any = self.model.config.get_text_config()  # type: ignore[union-attr,operator]
         asked = getattr(config, "output_router_logits", None)
         if asked:
             config.output_router_logits = False
