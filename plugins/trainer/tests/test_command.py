@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import pytest
 from forked_eager import fork_veomni_and_eager, veomni_and_eager
 from typer.testing import CliRunner
 
-from forked_processes import Forked, finish, fork_veomni, veomni
+from forked_processes import Forked, finish, fork_veomni, run_veomni, veomni
 from veomni_core.cli.app import build_app
 from veomni_core.errors import CheckpointError, ConfigError
+from veomni_trainer.loop import checkpoints
+from veomni_trainer.loop.trainer import JobTrainer
 
 WriteJob = Callable[[dict[str, Any]], Path]
 Losses = Callable[[Path], list[tuple[int, float]]]
@@ -195,6 +198,48 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_to_the_same_curve(
     resumed = veomni("train", job, "--set", f"train.output_dir={halved}", "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert losses(halved) == losses(whole)
+
+
+def train_slowly(run: str, job: str, during: str) -> None:
+    """``veomni train``, whose first step or checkpoint after the second checkpoint takes a minute."""
+    place: Any = (JobTrainer, "start_step") if during == "a step" else (checkpoints, "write_manifest")
+    original = getattr(*place)
+
+    def slow(*given: Any) -> None:
+        if Path(run, "checkpoint-2").is_dir():
+            Path(run, "begun").touch()
+            time.sleep(60)
+        original(*given)
+
+    setattr(*place, slow)
+    run_veomni("train", job)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("during", ["a step", "a checkpoint"])
+def test_a_second_ctrl_c_stops_at_once_and_loses_nothing_that_was_saved(
+    job_data: dict[str, Any], write_job: WriteJob, losses: Losses, run: Path, during: str
+) -> None:
+    """Both come in one step, or while the files of a checkpoint are written."""
+    job_data["train"] |= {"steps": 8, "save_every": 2}
+    job = write_job(job_data)
+    process = Forked(train_slowly, str(run), str(job), during, environment=dict(os.environ))
+    deadline = time.monotonic() + 60
+    while not (run / "begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.is_running()
+    process.send_signal(signal.SIGINT)
+    stopped = finish([process], timeout=20)[0]
+    assert stopped.returncode == 130, stopped.stderr
+    assert "ends after this step, with a checkpoint. Again: stops at once, without one" in stopped.stderr
+    assert "Stopped at once. Go on from checkpoint-2 with --resume." in stopped.stdout
+    assert "Traceback" not in stopped.stderr
+    assert [each.name for each in run.glob("*checkpoint-*")] == ["checkpoint-2"]
+    resumed = veomni("train", job, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [step for step, _ in losses(run)] == [*range(1, 9)]
 
 
 @pytest.mark.thorough

@@ -15,6 +15,7 @@ import trl
 import yaml
 from datasets import Dataset
 from post_training import needs_examples
+from tiny_configs import QWEN3_MOE
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -150,14 +151,39 @@ def test_accumulated_classes_are_learned_as_in_one_batch(here: Path, go: Go) -> 
 def test_a_job_has_the_losses_of_the_librarys_trainer(
     here: Path, go: Go, method: str, steps: int, accumulation: int
 ) -> None:
-    changes = [f"train.steps={steps}", f"train.gradient_accumulation={accumulation}", "train.batch_size=4"]
+    compare(here, go, method, steps, accumulation)
+
+
+def compare(here: Path, go: Go, method: str, steps: int, accumulation: int, *more: str) -> list[dict[str, Any]]:
+    """The rows of the job's metrics, whose losses are compared with those of the library's trainer."""
+    changes = [f"train.steps={steps}", f"train.gradient_accumulation={accumulation}", "train.batch_size=4", *more]
     changes += ["model.ops_implementation={preset: eager}", "train.export=false", "train.save_every=never"]
     if method in ("grpo", "rloo"):
         changes.append(f"train.{method}.beta=0")
     go(method, *changes)
     lines = (here / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [json.loads(line)["loss"] for line in lines]
+    found = [json.loads(line) for line in lines]
     job = yaml.safe_load((here / "run" / "job.yaml").read_text(encoding="utf-8"))
     expected = by_hand(here, method, steps, accumulation, job["model"]["config"], 320)
     assert len(expected) == steps
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert [row["loss"] for row in found] == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    return found
+
+
+EXPERTS = [pytest.param(each, marks=pytest.mark.thorough) for each in TRAINERS if each not in ("sft", "classify")]
+
+
+@pytest.mark.parametrize("method", ["sft", *EXPERTS])
+def test_a_mixture_of_experts_learns_the_routers_loss_as_in_trl(here: Path, go: Go, method: str) -> None:
+    """TRL adds it at the config's coefficient, if the config outputs none too. ORPO doesn't, and a score has none."""
+    config = {**QWEN3_MOE, "max_position_embeddings": 128, "router_aux_loss_coef": 0.1, "output_router_logits": False}
+    found = compare(here, go, method, 30, 2, f"model.config={json.dumps(config)}")
+    assert method in ("orpo", "reward") or all(row["aux_loss"] > 1 for row in found)
+
+
+@pytest.mark.thorough
+def test_prompts_of_unequal_lengths_are_completed_where_routers_are_output(here: Path, go: Go) -> None:
+    config = {**QWEN3_MOE, "max_position_embeddings": 128}
+    go("grpo", f"model.config={json.dumps(config)}", "train.steps=2", "train.gradient_accumulation=2")
+    saved = json.loads((here / "run" / "checkpoint-2" / "config.json").read_text(encoding="utf-8"))
+    assert config["output_router_logits"] and saved["output_router_logits"]

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from small_tokenizers import byte_level, saved
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from test_equals_transformers import STEPS, losses_by_hand
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    set_seed,
+)
 
 from veomni_core.errors import CheckpointError
 from veomni_trainer.output import export
+from veomni_trainer.output.adapters import adapted_model
 from veomni_trainer.output.trained_sample import read_sample
 from veomni_transformers.build import load_as_trained
 
@@ -161,3 +173,40 @@ def test_added_tokens_get_embeddings_that_are_trained_exported_and_resumed(
     assert AutoModelForCausalLM.from_pretrained(run / "model").get_input_embeddings().num_embeddings == 448
     train(chat_data, "train.steps=3", resume=True)
     assert (run / "checkpoint-3").is_dir()
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_an_adapter_trains_exports_resumes_and_merges_added_tokens(
+    chat_data: dict[str, Any], train: Train, losses: Any, run: Path, tmp_path: Path, tied: bool
+) -> None:
+    """Its losses are those of PEFT by hand, with the tables of words trained whole."""
+    base = chat_data["model"]["weights"]
+    if not tied:
+        config = AutoConfig.for_model("llama", **SHAPE)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens([f"<tool-{number}>" for number in range(384 - len(tokenizer) + 1)])
+    (tmp_path / "tools.txt").write_text("the quick brown <tool-1> jumps over <tool-2>. " * 90, encoding="utf-8")
+    chat_data["data"] = {"files": "tools.txt", "sequence_length": 32, "tokenizer": saved(tokenizer, tmp_path / "more")}
+    chat_data["model"]["resize_embeddings"] = True
+    chat_data["lora"] = {"rank": 4}
+    chat_data["train"] |= {"steps": STEPS, "save_every": STEPS // 2, "learning_rate": 0.01}
+    set_seed(0)
+    resized = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    resized.resize_token_embeddings(448)
+    set_seed(0)
+    words = ["model.embed_tokens", "lm_head"]
+    settings = LoraConfig(r=4, target_modules="all-linear", modules_to_save=words, task_type="CAUSAL_LM")
+    hand = losses_by_hand(chat_data, get_peft_model(resized, settings), {"learning_rate": 0.01}, tmp_path)
+    train(chat_data)
+    found = losses(run)
+    assert dict(found) == pytest.approx(hand, rel=1e-5)
+    assert sum("lora" not in name for name in load_file(run / "model" / "adapter_model.safetensors")) == 2
+    adapted = adapted_model(run / "model", False)
+    new = adapted.get_input_embeddings().weight[384]
+    assert adapted.get_output_embeddings().weight.shape[0] == 448
+    shutil.rmtree(run / f"checkpoint-{STEPS}")
+    train(chat_data, "train.export=merged", resume=True)
+    assert losses(run) == found
+    merged = AutoModelForCausalLM.from_pretrained(run / "model")
+    assert torch.equal(merged.get_input_embeddings().weight[384], new)

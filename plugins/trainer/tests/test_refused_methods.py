@@ -28,7 +28,7 @@ REFUSED: list[tuple[str, list[str], dict[str, str], type[VeOmniError], list[str]
     ("dpo", ["data.packing=true"], {}, JobFileError, ["train.method: dpo does not go with data.packing"]),
     ("sft", ["train.shadow=1"], {}, JobFileError, ["train.method: sft does not go with train.shadow"]),
     ("grpo", ["data.validation_fraction=0.1"], {}, JobFileError, ["does not go with data.validation_fraction"]),
-    ("dpo", ["train.sp_size=2"], {}, JobFileError, ["not tested over models or sequences that processes share"]),
+    ("dpo", ["train.sp_size=2"], {}, JobFileError, ["tested over models that are sharded by fsdp_size alone"]),
     ("grpo", ["data.sequence_length=16"], {}, JobFileError, ["leaves no room for a prompt"]),
     ("grpo", ["data.sequence_length=20"], {}, JobFileError, ["prompt 1 has", "leaves 4 beside"]),
     ("grpo", ["train.batch_size=6"], {}, ConfigError, ["num_generations: 4 does not divide the 6 completions"]),
@@ -105,7 +105,8 @@ REFUSED: list[tuple[str, list[str], dict[str, str], type[VeOmniError], list[str]
     ("rloo", ["train.batch_size=6"], {}, ConfigError, ["train.rloo.num_generations: 4 does not divide the 6"]),
     ("rloo", ["train.rloo.reward=rewards.py:length"], {}, JobFileError, ["train.rloo.reward:", "no function 'length'"]),
     ("reward", ["data.packing=true"], {}, JobFileError, ["train.method: reward does not go with data.packing"]),
-    ("reward", ["train.fsdp_size=2"], {}, JobFileError, ["not tested over models or sequences that processes share"]),
+    ("reward", ["train.tp_size=2"], {}, JobFileError, ["tested over models that are sharded by fsdp_size alone"]),
+    ("grpo", ["train.fsdp_size=2"], {}, JobFileError, ["draws completions that end at different lengths"]),
     ("classify", ["train.classify.label=kind"], {}, JobFileError, ["has no column 'kind'", "text, label"]),
     ("classify", ["train.classify.labels=[answer]"], {}, JobFileError, ["train.classify.labels"]),
     (
@@ -116,6 +117,21 @@ REFUSED: list[tuple[str, list[str], dict[str, str], type[VeOmniError], list[str]
         ["the label 'answer'", "train.classify.labels: a, b"],
     ),
     ("classify", ["data.tokenizer=bytes"], {}, ConfigError, ["needs a tokenizer of transformers"]),
+    (
+        "grpo",
+        ["data.files=chats"],
+        {},
+        JobFileError,
+        ["'messages' ends with an answer, which would be part of the pro"],
+    ),
+    (
+        "dpo",
+        [],
+        {"pairs/capitals.jsonl": json.dumps({**PAIR, "chosen": "[{'role': 'assistant', 'content': 'b'}]"})},
+        JobFileError,
+        ["line 1: the chat must be a list, or one as JSON"],
+    ),
+    ("grpo", ["train.grpo.reward=r.py:f"], {"r.py": "import sys\nsys.exit(0)"}, JobFileError, ["imported: SystemExit"]),
     (
         "dpo",
         ["model.ops_implementation={preset: auto, cross_entropy_loss_implementation: chunk_loss}"],
@@ -151,6 +167,8 @@ def test_what_can_t_be_is_answered_and_loses_nothing(
         ("1.0", JobFileError, "returned a float for 8 completions"),
         ("['good'] * 8", JobFileError, "returned 'good' for a completion; return a number or None"),
         ("[float('nan')] * 8", TrainingDivergedError, "returned nan for the completion"),
+        ("[1.0] * 8", JobFileError, "the same reward in all 10 steps, so nothing was learned; reward what differs"),
+        ("exit()", JobFileError, "raised SystemExit"),
         ("[None] * 8", JobFileError, "judge returned None for every completion up to step 1, so nothing is learned"),
     ],
 )
@@ -158,6 +176,31 @@ def test_a_reward_that_judges_wrongly(here: Path, go: Go, returned: str, error: 
     (here / "wrong.py").write_text(f"def judge(completions, **columns):\n    return {returned}\n", encoding="utf-8")
     with pytest.raises(error, match=words):
         go("grpo", "train.grpo.reward=wrong.py:judge")
+
+
+@pytest.mark.thorough
+def test_a_reward_without_the_keywords_is_told_which(here: Path, go: Go) -> None:
+    (here / "wrong.py").write_text("def judge(completions):\n    return [1.0]\n", encoding="utf-8")
+    with pytest.raises(JobFileError, match=r"it is given prompts, completions and .*answer.*; write def judge\("):
+        go("grpo", "train.grpo.reward=wrong.py:judge")
+
+
+@pytest.mark.thorough
+def test_numbers_of_numpy_and_turns_as_json_are_read(here: Path, go: Go) -> None:
+    reward = "import numpy\ndef judge(completions, **columns):\n    return [*numpy.arange(8, dtype='float32')]\n"
+    (here / "right.py").write_text(reward, encoding="utf-8")
+    go("grpo", "train.grpo.reward=right.py:judge", "train.steps=1")
+    lines = (here / "chats" / "capitals.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = []
+    for as_text in (False, True):
+        rows = [{"messages": json.loads(line)["messages"]} for line in lines]
+        rows = [{"messages": json.dumps(row["messages"])} for row in rows] if as_text else rows
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (here / "chats" / "capitals.jsonl").write_text(text, encoding="utf-8")
+        go("sft", "train.steps=2", overwrite=True)
+        found = (here / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        losses.append([json.loads(line)["loss"] for line in found])
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.thorough

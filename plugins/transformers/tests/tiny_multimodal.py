@@ -27,7 +27,7 @@ _QWEN3_VISION = {
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LINEAR = {
-    **{"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2},
+    **{"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
 _SIGLIP = {

@@ -9,6 +9,7 @@ import torch
 from tiny_multimodal import media_batch, text_batch, tiny_model, with_kinds
 from torch import Tensor
 from torch.nn import functional as F
+from ulysses_hybrids import OPS
 from ulysses_models import grads_equal, grads_equal_as_wholes, packed_positions, registry
 from ulysses_ranks import check, close, raises, size
 
@@ -68,6 +69,8 @@ def equal_to_one_process(
             each.set_experts_implementation("eager")
     if ops:
         bind(model, ops, registry=registry())
+    if ops is OPS:  # transformers' own delta rule computes in float32
+        bind(reference, ops, registry=registry())
     batch = {name: each.to(dtype) if each.is_floating_point() else each for name, each in batch.items()}
     wanted = reference.to(dtype)(**batch)
     wanted.loss.backward()
@@ -88,11 +91,11 @@ def equal_to_one_process(
     assert given == any(name.startswith(tuple(beside)) for name in learned)
 
 
-def of_pictures(family: str) -> None:
+def of_pictures(family: str, ops: dict[str, Any] | None = None) -> None:
     model = tiny_model(family)
-    equal_to_one_process(family, with_kinds(family, text_batch(2, 12)))
-    equal_to_one_process(family, across_ranks(model))
-    equal_to_one_process(family, mixed_batch(model))
+    equal_to_one_process(family, with_kinds(family, text_batch(2, 12)), ops)
+    equal_to_one_process(family, across_ranks(model), ops)
+    equal_to_one_process(family, mixed_batch(model), ops)
 
 
 @check
@@ -104,6 +107,13 @@ def features_of_early_layers_are_added_on_the_rank_of_their_positions() -> None:
 def pictures_of_every_family() -> None:
     for family in PICTURES:
         of_pictures(family)
+
+
+@check
+def pictures_in_hybrids() -> None:
+    for family in ("qwen3_5", "qwen3_5_moe"):
+        of_pictures(family, OPS)
+        equal_to_one_process(family, across_ranks(tiny_model(family), "video"), OPS)
 
 
 @check

@@ -32,7 +32,7 @@ from veomni_transformers.plugin_models import (
     is_converted_by_plugin,
     refuse_converted,
 )
-from veomni_transformers.sharded_build import random_sharded_model, refuse_device, refuse_world
+from veomni_transformers.sharded_build import draw_whole, random_sharded_model, refuse_device, refuse_world
 from veomni_transformers.stored_layouts import refuse_divided, square_and_transposed, transpose
 from veomni_transformers.veomni_jobs import warn_of_removed_variables
 
@@ -219,8 +219,8 @@ def load_as_trained(
 ) -> PreTrainedModel:
     """The unbound model in a folder of weights, in their dtype on the CPU, of the class that would be trained.
 
-    With a ``config`` of its own the model has a new head, if the weights' is another one. With ``tensors``, under the
-    names of a checkpoint, it has these in place of the folder's.
+    With a ``config`` of its own the model has a new head, if the weights' is another one, and as many embeddings as
+    that says. With ``tensors``, under the names of a checkpoint, it has these in place of the folder's.
 
     Raises:
         CheckpointError: the weights are missing, damaged, or not all that the model has.
@@ -234,9 +234,8 @@ def load_as_trained(
         turned = square_and_transposed(path, skeleton)
         tensors = converted_by_plugin(skeleton, path) if is_converted_by_plugin(skeleton, path) else None
     device, given = torch.device("cpu"), {"state_dict": None if tensors is None else {**tensors}}
-    model: PreTrainedModel = _load_weights(
-        model_class, read, path, "auto", device, trust_remote_code, given, config is not None
-    )
+    load = _load_weights if config is None else _load_resized
+    model: PreTrainedModel = load(model_class, read, path, "auto", device, trust_remote_code, given, config is not None)
     transpose(model, turned)
     return model
 
@@ -346,7 +345,8 @@ def _random_model(model_class: Any, config: Any, dtype: torch.dtype, device: tor
 def _load_resized(model_class: Any, config: Any, path: Path, *others: Any) -> Any:
     """The weights in ``path`` with the number of embeddings that they have, resized to that of ``config``."""
     stored = copy.deepcopy(config)
-    words = load_model_config(str(path), trust_remote_code=others[2]).get_text_config().vocab_size
+    before = load_model_config(str(path), trust_remote_code=others[2]) if (path / "config.json").is_file() else config
+    words = before.get_text_config().vocab_size
     stored.get_text_config().vocab_size = words
     model = _load_weights(model_class, stored, path, *others)
     if words != config.get_text_config().vocab_size:
@@ -380,6 +380,7 @@ def _load_weights(
     if not any((path / name).exists() for name in ("config.json", "generation_config.json")):
         # A folder with weights only: transformers 5.23 looks there for generation settings and fails without them.
         options["generation_config"] = GenerationConfig.from_model_config(config)
+    state = torch.get_rng_state()
     try:
         model, info = model_class.from_pretrained(
             None if "state_dict" in options else path,
@@ -399,6 +400,8 @@ def _load_weights(
     if _holds_a_whole_around(path, config):
         del misfits["unexpected_keys"]  # of the other parts; none of this one is missing
     if new_head:
+        if "distributed_config" in options:
+            draw_whole(model, misfits["missing_keys"], state)
         body = f"{model.base_model_prefix}."
         misfits = {what: [key for key in keys if key.startswith(body)] for what, keys in misfits.items()}
     if any(misfits.values()):

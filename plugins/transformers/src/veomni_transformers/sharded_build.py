@@ -8,6 +8,7 @@ ranks draw every parameter, one at a time, and each keeps its part, so the model
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -58,6 +59,18 @@ def random_sharded_model(model_class: Any, config: Any, dtype: torch.dtype, dist
         torch.manual_seed(int(seed))
         _draw(model, model)
     return model
+
+
+def draw_whole(model: PreTrainedModel, names: Iterable[str], state: Tensor) -> None:
+    """Draw the modules of the parameters ``names`` anew, from rank 0's random ``state``, as in a model that is whole.
+
+    transformers draws what a checkpoint lacks part by part, so that all ranks' parts are the same numbers.
+    """
+    given = [state]
+    torch.distributed.broadcast_object_list(given, src=0)
+    torch.set_rng_state(given[0])
+    for path in sorted({name.rpartition(".")[0] for name in names}):
+        _draw(model.get_submodule(path), model)
 
 
 def _draw(module: nn.Module, model: PreTrainedModel) -> None:

@@ -30,6 +30,9 @@ def find_columns(columns: Mapping[str, str], may_have_more: bool) -> Columns:
     Raises:
         Unreadable: there are none, or they can be read in several ways.
     """
+    columns = {
+        name: TURNS if holds == TEXT and name in _MESSAGES else holds for name, holds in columns.items()
+    }  # as JSON
     beside = _beside(columns, may_have_more)
     chats = [name for name, holds in columns.items() if holds == TURNS]
     prompts = [name for name in _PROMPTS if name in columns]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from veomni_trainer.data.tables import Row
 from veomni_trainer.job.source_keys import Columns
 
 Said = str | list[Message]
+_TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
 
 
 class PromptReader:
@@ -107,7 +109,9 @@ class PromptReader:
             check_characters(value, f"column {name!r}")
             if not value and learned:
                 raise BadLine(f"column {name!r} is empty")
-            return value
+            if not _TURNS_AS_TEXT.match(value):
+                return value
+            return self._turns(value, name, learned)
         if isinstance(value, dict):  # one turn
             value = [value]
         if not isinstance(value, list):

@@ -32,7 +32,7 @@ from veomni_trainer.data.media.placing import has_places
 from veomni_trainer.data.media.processor import MediaProcessor
 from veomni_trainer.data.media.rows import MediaRows
 from veomni_trainer.data.media.sources import Medium, media_in
-from veomni_trainer.data.messages import Message, check_characters, read_tools, words_of
+from veomni_trainer.data.messages import ASSISTANT, Message, check_characters, read_tools, words_of
 from veomni_trainer.data.prompts import PromptReader, Said, text_of, value_of
 from veomni_trainer.data.read import read_source
 from veomni_trainer.data.reading import BadLine, BadMedia, Reading
@@ -264,6 +264,8 @@ class _MethodRows:
                 prompt, said = self._prompts.read(row, answers)
             else:
                 prompt, said = self._prompts.prompt(row), {}
+                if isinstance(prompt, list) and columns.prompt != "prompt" and prompt[-1]["role"] == ASSISTANT:
+                    raise BadLine(f"column {columns.prompt!r} ends with an answer, which would be part of the prompt")
             if not prompt:
                 raise BadLine("the prompt is empty")
             prompt, images = self._with_images(row, columns.media, prompt, said)

@@ -59,10 +59,10 @@ class Job(Section):
                 raise ValueError(
                     "model.resize_embeddings is for weights; a new model has as many as its tokenizer needs"
                 )
-            if self.lora or self.train.is_sharded or self.train.fsdp:
+            if self.train.is_sharded or self.train.fsdp or (self.lora and self.lora.quantization):
                 raise ValueError(
-                    "model.resize_embeddings: an adapter would leave new embeddings as they are drawn, and a sharded "
-                    "model is not resized; train the weights once without, export them, and name the export"
+                    "model.resize_embeddings: a sharded or quantized model is not resized; train the weights once "
+                    "without, export them, and name the export"
                 )
         return self
 
@@ -98,12 +98,15 @@ class Job(Section):
         train, data, method = self.train, self.data, self.train.method
         if method == "pretrain":
             return self
-        sharded = train.is_sharded and (method != "sft" or train.tp_size > 1 or train.ep_size > 1)
-        if sharded or train.fsdp or train.ranks_per_sequence > 1:
+        if train.drawn is not None and train.is_sharded:
             raise ValueError(
-                f"train.method: {method} is not tested over models or sequences that processes share; write 1 for "
-                "fsdp_size, tp_size, sp_size and cp_size, and fsdp: false. Several processes can each have a copy of "
-                "the model"
+                f"train.method: {method} draws completions that end at different lengths, and processes that share a "
+                "model by fsdp_size or tp_size would wait for each other's next token; write 1, so that each has a copy"
+            )
+        if train.tp_size > 1 or train.ep_size > 1 or train.fsdp or train.ranks_per_sequence > 1:
+            raise ValueError(
+                f"train.method: {method} is tested over models that are sharded by fsdp_size alone; write 1 for "
+                "tp_size, ep_size, sp_size and cp_size, and fsdp_size: N in place of fsdp: true"
             )
         untested: dict[str, object] = {
             "train.shadow": train.shadow,

@@ -52,8 +52,11 @@ class CheckpointCallback(TrainerCallback):
     checkpoint to its final path atomically.
     """
 
-    def __init__(self, folder: RunFolder, origin: Origin, train: TrainSection, validates: bool) -> None:
+    def __init__(
+        self, folder: RunFolder, origin: Origin, train: TrainSection, validates: bool, resized: bool = False
+    ) -> None:
         self._folder, self._origin, self._train, self._validates = folder, origin, train, validates
+        self._changes_config = train.scores_sequences or resized
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         step, last = state.global_step, state.global_step >= state.max_steps
@@ -71,7 +74,7 @@ class CheckpointCallback(TrainerCallback):
         if processes.is_main_process:
             written = self._folder.staging / f"checkpoint-{state.global_step}"
             self._origin.tokenizer.save(written)
-            if self._train.scores_sequences and not (written / "config.json").exists():  # an adapter alone
+            if self._changes_config and not (written / "config.json").exists():  # an adapter alone
                 parts["model"].config.save_pretrained(written)
             write_whole(written / LAYOUT, Layout.of(self._train, processes.num_processes).to_json())
             write_whole(written / SEQUENCES, self._origin.sequences)

@@ -34,9 +34,9 @@ require_trl(__name__)
 import trl  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model  # noqa: E402
 
-# What TRL counts beside its curves; a row has its own figures of these.
 _CHOICES = "router_choices"  # by which a batch has the experts that its tokens were drawn with
-_OWN = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time", "aux_loss", "total_flos")
+# What TRL counts beside its curves; a row has its own figures of these.
+_OWN = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time", "total_flos")
 
 
 class MethodTrainer(JobTrainer):
@@ -202,8 +202,16 @@ class DrawnTrainer(MethodTrainer):
         finally:
             self._compared = None
 
+    def train(self, resume_from_checkpoint: Any = None, *others: Any, **more: Any) -> Any:
+        self._teaches = bool(resume_from_checkpoint)  # what was drawn before is not known
+        return super().train(resume_from_checkpoint, *others, **more)
+
     def curves(self) -> Row:
-        """As TRL has measured. Raises JobFileError where no function judged any completion: that teaches nothing."""
+        """As TRL has measured.
+
+        Raises JobFileError where no function judged any completion, or none told those of a prompt apart in the whole
+        training: that teaches nothing.
+        """
         names: list[str] = self.reward_func_names  # type: ignore[attr-defined]
         judged = zip(*(self.measured()[f"rewards/{name}/mean"] for name in names), strict=True)
         if any(all(math.isnan(mean) for mean in means) for means in judged):
@@ -211,7 +219,26 @@ class DrawnTrainer(MethodTrainer):
                 f"train.{self._train.method}.reward: {', '.join(names)} returned None for every completion up to step "
                 f"{self.state.global_step}, so nothing is learned; return a number for those that are judged"
             )
+        self._teaches |= any(share < 1 for share in self.measured()["frac_reward_zero_std"])
+        if not (self._teaches or self.beta) and self.state.global_step >= self.state.max_steps:
+            raise JobFileError(
+                f"train.{self._train.method}.reward: {', '.join(names)} gave the completions of each prompt the same "
+                f"reward in all {self.state.global_step} steps, so nothing was learned; reward what differs between "
+                "them, or draw more (num_generations)"
+            )
         return super().curves() | (self._parity.row() if self._parity else {})
+
+    def _generate(self, *args: Any) -> Any:
+        """As TRL does, without the routers' loss, which transformers would compute of a token and the prompt's mask."""
+        config: Any = self.model.config.get_text_config()  # type: ignore[union-attr,operator]
+        asked = getattr(config, "output_router_logits", None)
+        if asked:
+            config.output_router_logits = False
+        try:
+            return super()._generate(*args)  # type: ignore[misc]
+        finally:
+            if asked:
+                config.output_router_logits = True
 
     def _get_num_items_in_batch(self, *args: Any) -> Any:
         return super(ShardedTrainer, self)._get_num_items_in_batch(*args)

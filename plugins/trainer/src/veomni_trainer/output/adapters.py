@@ -16,7 +16,7 @@ from veomni_transformers.jobs.hub_snapshots import is_hub_id, snapshot
 
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER = (ADAPTER_CONFIG, "adapter_model.safetensors")
-_CONFIG = "config.json"  # beside the adapter of a model that is of another class than the weights under it
+_CONFIG = "config.json"  # beside the adapter of a model whose class or words are not those of the weights under it
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "merges.txt", "chat_template.jinja", *PROCESSOR_FILES),

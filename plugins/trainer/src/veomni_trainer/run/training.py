@@ -76,7 +76,8 @@ def fit(start: Start, compared: bool = False, turns: AlternatingSteps | None = N
     read = [source.to_dict() for source in start.corpus.read]
     record = RunRecord(folder, binding, start.origin.job, read, point.step, progress, trackers)
     interrupt = InterruptCallback()
-    saver = CheckpointCallback(folder, start.origin, train, validates=bool(start.corpus.validation))
+    validates, resized = bool(start.corpus.validation), start.job.model.resize_embeddings
+    saver = CheckpointCallback(folder, start.origin, train, validates, resized)
     if is_main_process():
         shutil.rmtree(folder.staging, ignore_errors=True)
     try:

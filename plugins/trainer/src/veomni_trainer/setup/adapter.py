@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from veomni_core.errors import CheckpointError, ConfigError, HostError, did_you_mean
@@ -17,6 +20,7 @@ from veomni_trainer.output.adapters import ADAPTER_CONFIG, is_adapter, load_adap
 from veomni_trainer.setup.precision import precision_of
 from veomni_trainer.setup.towers import excluded_modules
 from veomni_transformers.jobs.hub_snapshots import is_hub_id
+from veomni_transformers.jobs.model_config import load_model_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -76,16 +80,24 @@ def with_adapter(model: PreTrainedModel, job: Job, checkpoint: Path | None = Non
     """
     assert job.lora is not None
     from peft import get_peft_model
+    from peft.utils import ModulesToSaveWrapper
     from transformers import set_seed  # with which PEFT is imported
 
     set_seed(job.train.seed)  # so that a new adapter depends on nothing that the model's weights have drawn
     try:
         # In float32 where the weights are (or autocast computes), also over frozen weights of 16 bits.
-        assert job.lora is not None
-        settings = _config(job, excluded_modules(model, job.lora))
-        adapted = get_peft_model(model, settings, autocast_adapter_dtype=job.train.precision != "bf16")
+        resized = _resized(model, job)
+        settings = _config(job, excluded_modules(model, job.lora), resized)
+        adapted: Any = get_peft_model(model, settings, autocast_adapter_dtype=job.train.precision != "bf16")
     except ValueError as error:
         raise ConfigError(f"lora: {error}") from error
+    for wrapper in (each for each in adapted.modules() if isinstance(each, ModulesToSaveWrapper)):
+        for module in wrapper.modules_to_save.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if isinstance(parameter, DTensor):  # in no group of FSDP's: all ranks train it whole, as the matrices
+                    setattr(module, name, nn.Parameter(parameter.full_tensor()))
+    if resized:  # else PEFT would write each table three times
+        adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)
     if is_hub_id(job.model.weights):  # not the folder of this machine's cache
         config = adapted.peft_config["default"]
         config.base_model_name_or_path, _, commit = str(job.model.weights).partition("@")
@@ -136,7 +148,18 @@ def _load(adapted: PeftModel, checkpoint: Path) -> None:
     load_adapter(adapted, checkpoint)
 
 
-def _config(job: Job, excluded: str | list[str] | None) -> LoraConfig:
+def _resized(model: PreTrainedModel, job: Job) -> list[str]:
+    """The paths of embeddings and head, if they have rows that the job's weights don't: those are only drawn."""
+    if not job.model.resize_embeddings:
+        return []
+    words = load_model_config(str(job.model.located().weights), trust_remote_code=job.model.trust_remote_code)
+    if words.get_text_config().vocab_size == model.config.get_text_config().vocab_size:
+        return []
+    tables = model.get_input_embeddings(), model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if module in tables]
+
+
+def _config(job: Job, excluded: str | list[str] | None, resized: list[str]) -> LoraConfig:
     from peft import LoraConfig
 
     lora = job.lora
@@ -148,7 +171,8 @@ def _config(job: Job, excluded: str | list[str] | None) -> LoraConfig:
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         exclude_modules=excluded,
-        **{key: getattr(lora, key) for key in _BOTH},
+        **{key: getattr(lora, key) for key in _BOTH}
+        | ({"modules_to_save": [*(lora.modules_to_save or ()), *resized]} if resized else {}),
     )
 
 

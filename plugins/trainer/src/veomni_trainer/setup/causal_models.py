@@ -20,13 +20,15 @@ from veomni_transformers.packed.document_gradients import sees_later_tokens
 from veomni_transformers.proving import probe
 
 _TOKENS, _ROUNDING = 8, 1e-3
+_SCALE = 30  # of hidden states, so that the words' logits differ by more than their mean over positions hides
 
 
 def check_causal(skeleton: Any) -> None:
     """Raise ConfigError unless ``skeleton``, on the meta device, is a causal language model.
 
-    transformers lists its class among causal models, or its own loss is proven to be the next tokens'. Where the config
-    says whether it is a decoder, a small copy is run.
+    Its own loss is proven to be the next tokens', or can't be compared and transformers lists its class among causal
+    models: there too are some, as BART's decoder, that compare each position with its own label. Where the config says
+    whether it is a decoder, a small copy is run.
     """
     config, kind = skeleton.config, type(skeleton).__name__
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
@@ -54,18 +56,17 @@ def _why_not_causal(model: Any, listed: tuple[str | None, ...]) -> str:
     found = next((each for each in language_models(model) if not each.path), None)
     if found is None:
         return "it has no output projection to words, or takes no labels"
-    if type(model).__name__ in listed:
-        return ""
     missed, why_not = probe.attempt(lambda: _missed_loss(model, found.head))
     if why_not:  # of code that comes with a model, nobody knows more
-        return f"its loss can't be compared: {why_not}" if hasattr(transformers, type(model).__name__) else ""
+        unknown = type(model).__name__ in listed or not hasattr(transformers, type(model).__name__)
+        return "" if unknown else f"its loss can't be compared: {why_not}"
     return "" if missed < _ROUNDING else "its loss is not that of the next token"
 
 
 def _missed_loss(model: Any, head: Any) -> float:
     """How far the loss of the model's own code is from the next tokens' cross entropy, over random hidden states."""
     with probe.seeded():
-        twin, _ = head_twin(model, head, probe.random(2, _TOKENS, decoder_width(model, head)))
+        twin, _ = head_twin(model, head, _SCALE * probe.random(2, _TOKENS, decoder_width(model, head)))
         labels = torch.randint(VOCABULARY, (2, _TOKENS))
         output: Any = twin.forward(input_ids=labels, labels=labels)
         wanted = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

@@ -227,7 +227,7 @@ def model_config(job: Job, tokenizer: Tokenizer) -> PretrainedConfig:
     if job.train.scores_sequences:
         as_scorer(config, job, tokenizer)
     longest = getattr(text_config, "max_position_embeddings", None)
-    if longest is not None and job.data.sequence_length > longest:
+    if longest is not None and 0 < longest < job.data.sequence_length:  # XLNet says -1
         raise ConfigError(
             f"data.sequence_length is {job.data.sequence_length}, but the model's max_position_embeddings is "
             f"{longest}; lower data.sequence_length"

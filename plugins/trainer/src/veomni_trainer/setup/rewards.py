@@ -7,6 +7,7 @@ import importlib.util
 import math
 import traceback
 from collections.abc import Callable, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def _module_of(where: str, reference: str, key: str) -> Any:
         return module
     except JobFileError:
         raise
-    except Exception as error:  # of the user's module
+    except (Exception, SystemExit) as error:  # of the user's module
         raise JobFileError(f"{key}: {reference} can't be imported: {type(error).__name__}: {error}") from error
 
 
@@ -59,8 +60,13 @@ def _checked(function: Callable[..., Any], reference: str, name: str, key: str) 
     def reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         try:
             values = function(prompts=prompts, completions=completions, **columns)
-        except Exception as error:  # of the user's function
+        except (Exception, SystemExit) as error:  # of the user's function
             at = traceback.extract_tb(error.__traceback__)[-1]
+            if isinstance(error, TypeError) and at.filename == __file__:
+                raise JobFileError(
+                    f"{key}: {reference} can't be called with keywords ({error}): it is given prompts, completions and "
+                    f"{', '.join(columns)}; write def {name}(completions, **columns)"
+                ) from error
             raise JobFileError(
                 f"{key}: {reference} raised {type(error).__name__}: {error} (line {at.lineno} of {at.filename}), for "
                 f"{len(completions)} completions, the first of them {completions[0]!r}"
@@ -74,7 +80,7 @@ def _checked(function: Callable[..., Any], reference: str, name: str, key: str) 
         for number, value in enumerate(values):
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise JobFileError(f"{key}: {reference} returned {value!r} for a completion; return a number or None")
             if not math.isfinite(value):
                 raise TrainingDivergedError(
