@@ -118,9 +118,9 @@ class _Call:
         # Without keys or values of its own, a window has those of the chosen blocks.
         own = (tensors[place - 4 if x is None else place] for place, x in enumerate(tensors))
         self.query, self.key, self.value, *others, self.gates = (x.contiguous() for x in own)  # type: ignore[union-attr]
-        self.compressed, self.window = others[:2], others[2:]
-        batch, self.row, self.heads, self.width = self.query.shape
-        self.tokens, self.groups, self.value_width = batch * self.row, self.key.shape[2], self.value.shape[3]
+        self.compressed, self.window = (others[0], others[1]), (others[2], others[3])
+        self.row, self.heads, self.width = self.query.shape[1:]
+        self.tokens, self.groups, self.value_width = len(self.query) * self.row, self.key.shape[2], self.value.shape[3]
         self.sizes, self.scaling, self.by_two = sizes, scaling, scaling / math.log(2)
         self.bounds = bounds_of(self.query, cu_seq_lens)
         self.places = places = Places.of(self.tokens, self.bounds, sizes)
@@ -295,7 +295,7 @@ def _gradients(doutput: Tensor, branches: Tensor, norms: Tensor, chosen: Tensor,
 
 def _range_gradients(
     call: _Call,
-    tensors: list[Tensor],
+    tensors: tuple[Tensor, Tensor],
     ranges: tuple[Tensor, Tensor],
     upstream: tuple[Tensor, ...],
     dquery: Tensor,
