@@ -117,9 +117,12 @@ class _Call:
     ) -> None:
         # Without keys or values of its own, a window has those of the chosen blocks.
         own = (tensors[place - 4 if x is None else place] for place, x in enumerate(tensors))
-        self.query, self.key, self.value, *others, self.gates = (x.contiguous() for x in own)  # type: ignore[union-attr]
+        flat: Any = [x.contiguous() for x in own if x is not None]
+        self.query, self.key, self.value, *others, self.gates = flat
         self.compressed, self.window = (others[0], others[1]), (others[2], others[3])
-        self.row, self.heads, self.width = self.query.shape[1:]
+        self.row: int = self.query.shape[1]
+        self.heads: int = self.query.shape[2]
+        self.width: int = self.query.shape[3]
         self.tokens, self.groups, self.value_width = len(self.query) * self.row, self.key.shape[2], self.value.shape[3]
         self.sizes, self.scaling, self.by_two = sizes, scaling, scaling / math.log(2)
         self.bounds = bounds_of(self.query, cu_seq_lens)
