@@ -46,7 +46,8 @@ def native_sparse(
         value if window_value is None else window_value,
     )
     given = query, key, value, compressed_key, compressed_value, window_key, window_value
-    tensors = product_operands("torch", **dict(zip(names, given, strict=True)))
+    named: Any = dict(zip(names, given, strict=True))
+    tensors = product_operands("torch", **named)
     query, key, value, compressed_key, compressed_value, window_key, window_value = tensors
     check_call(query, key, value, compressed_key, compressed_value, gates, window_key, window_value, cu_seq_lens, made)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -111,6 +111,7 @@ _CALLS = (
 
 
 def _miss(branches: Branches, function: Function, call: _Call) -> float:
+    inputs: Any
     inputs, options = call.arguments()
     found, error = probe.attempt(partial(branches.run, partial(function, *inputs, **options)))
     if error or not isinstance(found, Tensor):

@@ -23,7 +23,7 @@ from veomni_triton.sizes import ceil_div, power_of_two
 
 _NAMESPACE = "veomni_triton"
 _LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
-_KEYS = "Tensor key, Tensor value, Tensor compressed_key, Tensor compressed_value, Tensor wkey, Tensor wvalue"
+_KEYS = "Tensor key, Tensor value, Tensor compressed_key, Tensor compressed_value, Tensor? wkey, Tensor? wvalue"
 _INPUTS = f"Tensor query, {_KEYS}, Tensor gates, Tensor? cu_seq_lens, float scaling, int[] sizes"
 _LIBRARY.define(f"native_sparse_forward({_INPUTS}) -> (Tensor output, Tensor branches, Tensor norms, Tensor chosen)")
 _LIBRARY.define(
@@ -45,10 +45,11 @@ class Launch:
     stages: int
 
 
-# Not tuned yet: `benchmarks/native_sparse/triton_native_sparse.py --tune`. A chosen block is a tile of keys.
-FORWARD, DQUERY, DKEYS = Launch(128, 64, 8, 2), Launch(64, 64, 8, 2), Launch(32, 64, 8, 1)
+# The fastest of those that an H100 was given with 16384 tokens, 64 heads of 4 key heads, and widths of 192 and 128, by
+# `benchmarks/native_sparse/triton_native_sparse.py --tune`; SUMS was not tuned. A chosen block is a tile of keys.
+FORWARD, DQUERY, DKEYS = Launch(64, 32, 4, 3), Launch(64, 32, 4, 3), Launch(32, 64, 4, 2)
 SUMS = Launch(64, 128, 8, 2)
-CHOSEN, CHOSEN_DQUERY, CHOSEN_DKEYS = Launch(16, 64, 4, 2), Launch(16, 64, 4, 2), Launch(32, 64, 4, 1)
+CHOSEN, CHOSEN_DQUERY, CHOSEN_DKEYS = Launch(16, 64, 4, 2), Launch(16, 64, 4, 2), Launch(32, 64, 4, 2)
 SMALL = Launch(32, 32, 4, 1)  # in float32, and for GPUs with less shared memory
 BYTES = 200 << 10
 SHARE = 4  # heads of a program of the gradients of compressed keys
@@ -76,17 +77,17 @@ def native_sparse(
             float16.
     """
     made = Sizes(**sizes)
-    names = ("query", "key", "value", "compressed_key", "compressed_value", "window_key", "window_value")
-    window_key, window_value = (
-        key if window_key is None else window_key,
-        value if window_value is None else window_value,
-    )
-    given = query, key, value, compressed_key, compressed_value, window_key, window_value
-    tensors = product_operands("native-sparse", dtypes=_DTYPES, **dict(zip(names, given, strict=True)))
-    query, key, value, compressed_key, compressed_value, window_key, window_value = tensors
-    check_call(query, key, value, compressed_key, compressed_value, gates, window_key, window_value, cu_seq_lens, made)
+    named = {"query": query, "key": key, "value": value}
+    named |= {"compressed_key": compressed_key, "compressed_value": compressed_value}
+    of_window = {"window_key": window_key, "window_value": window_value}
+    named |= {name: tensor for name, tensor in of_window.items() if tensor is not None}
+    cast = dict(zip(named, product_operands("native-sparse", dtypes=_DTYPES, **named), strict=True))
+    query, key, value, compressed_key, compressed_value = list(cast.values())[:5]
+    window_key, window_value = cast.get("window_key"), cast.get("window_value")
+    tensors = query, key, value, compressed_key, compressed_value, window_key, window_value, gates
+    check_call(*tensors[:5], gates, window_key, window_value, cu_seq_lens, made)
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return _NativeSparse.apply(*tensors, gates, cu_seq_lens, scaling, list(astuple(made)))[0]  # type: ignore[no-any-return]
+    return _NativeSparse.apply(*tensors, cu_seq_lens, scaling, list(astuple(made)))[0]  # type: ignore[no-any-return]
 
 
 class _NativeSparse(Function):
@@ -111,11 +112,18 @@ class _NativeSparse(Function):
 class _Call:
     """What all launches of a call share: contiguous tensors, flat over the batch, and where its tokens are."""
 
-    def __init__(self, tensors: tuple[Tensor, ...], cu_seq_lens: Tensor | None, scaling: float, sizes: Sizes) -> None:
-        self.query, self.key, self.value, *others, self.gates = (x.contiguous() for x in tensors)
-        self.compressed, self.window = others[:2], others[2:]
-        batch, self.row, self.heads, self.width = self.query.shape
-        self.tokens, self.groups, self.value_width = batch * self.row, self.key.shape[2], self.value.shape[3]
+    def __init__(
+        self, tensors: tuple[Tensor | None, ...], cu_seq_lens: Tensor | None, scaling: float, sizes: Sizes
+    ) -> None:
+        # Without keys or values of its own, a window has those of the chosen blocks.
+        own = (tensors[place - 4 if x is None else place] for place, x in enumerate(tensors))
+        flat: Any = [x.contiguous() for x in own if x is not None]
+        self.query, self.key, self.value, *others, self.gates = flat
+        self.compressed, self.window = (others[0], others[1]), (others[2], others[3])
+        self.row: int = self.query.shape[1]
+        self.heads: int = self.query.shape[2]
+        self.width: int = self.query.shape[3]
+        self.tokens, self.groups, self.value_width = len(self.query) * self.row, self.key.shape[2], self.value.shape[3]
         self.sizes, self.scaling, self.by_two = sizes, scaling, scaling / math.log(2)
         self.bounds = bounds_of(self.query, cu_seq_lens)
         self.places = places = Places.of(self.tokens, self.bounds, sizes)
@@ -282,12 +290,15 @@ def _gradients(doutput: Tensor, branches: Tensor, norms: Tensor, chosen: Tensor,
             (call.window, call.last_keys, upstream[2], (dwindow_key, dwindow_value)),
         ):
             _range_gradients(call, tensors, ranges, given, dquery, into)
+    for chosen_too, own, given in ((dkey, dwindow_key, arguments[5]), (dvalue, dwindow_value, arguments[6])):
+        if given is None:
+            chosen_too.add_(own)
     return found
 
 
 def _range_gradients(
     call: _Call,
-    tensors: list[Tensor],
+    tensors: tuple[Tensor, Tensor],
     ranges: tuple[Tensor, Tensor],
     upstream: tuple[Tensor, ...],
     dquery: Tensor,
@@ -404,7 +415,8 @@ def _results(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[T
 def _gradients_like(
     doutput: Tensor, branches: Tensor, norms: Tensor, chosen: Tensor, *inputs: Any
 ) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in inputs[:8])
+    given = (inputs[place - 4 if x is None else place] for place, x in enumerate(inputs[:8]))
+    return tuple(x.new_empty(x.shape) for x in given)
 
 
 for _name, _implementation, _fake in (
