@@ -26,9 +26,7 @@ _LIBRARY.define(
     f"selective_scan_forward({_INPUTS}, bool keeps_borders, bool keeps_final)"
     " -> (Tensor output, Tensor borders, Tensor final)"
 )
-_LIBRARY.define(
-    f"selective_scan_gradients(Tensor? doutput, Tensor? dfinal, Tensor borders, {_INPUTS}) -> Tensor[]"
-)
+_LIBRARY.define(f"selective_scan_gradients(Tensor? doutput, Tensor? dfinal, Tensor borders, {_INPUTS}) -> Tensor[]")
 
 
 def _forward(
@@ -90,7 +88,7 @@ def _gradients(
     """The gradients of all floating-point inputs that are there, in their order."""
     (batch, channels, length), state_width = x.shape, A.shape[1]
     inputs = (x, dt, A, B, C, D, z, dt_bias, initial_states)
-    into = [each for each in _gradients_like(doutput, dfinal, borders, *inputs)]
+    into = _gradients_like(doutput, dfinal, borders, *inputs)
     named = dict(zip((name for name, each in zip(_NAMES, inputs, strict=True) if each is not None), into, strict=True))
     blocks = ceil_div(channels, GRADIENTS.channels)
     programs = _programs(x, GRADIENTS)
@@ -181,7 +179,7 @@ def _options(
         "STATE": A.shape[1],
         "L": CHUNK,
         "T": launch.tokens(A.shape[1]),
-        "I": launch.channels,
+        "K": launch.channels,
         "N": power_of_two(A.shape[1]),
         "num_warps": 1,
     }
@@ -191,9 +189,7 @@ def _results(x: Tensor, A: Tensor, keeps_borders: bool, keeps_final: bool) -> tu
     (batch, channels, length), state_width = x.shape, A.shape[1]
     borders = (batch, ceil_div(length, CHUNK), state_width, channels) if keeps_borders else (0,)
     final = (batch, channels, state_width) if keeps_final else (0,)
-    output, *others = (
-        x.new_empty(each, dtype=torch.float32) for each in ((batch, length, channels), borders, final)
-    )
+    output, *others = (x.new_empty(each, dtype=torch.float32) for each in ((batch, length, channels), borders, final))
     return output.mT, *others  # type: ignore[return-value]
 
 
@@ -201,9 +197,7 @@ def _results_like(x: Tensor, dt: Tensor, A: Tensor, *others: object) -> tuple[Te
     return _results(x, A, bool(others[-2]), bool(others[-1]))
 
 
-def _gradients_like(
-    doutput: Tensor | None, dfinal: Tensor | None, borders: Tensor, *inputs: object
-) -> list[Tensor]:
+def _gradients_like(doutput: Tensor | None, dfinal: Tensor | None, borders: Tensor, *inputs: object) -> list[Tensor]:
     """New tensors for the gradients; those of tensors with channels and tokens have channels side by side."""
     given = {name: each for name, each in zip(_NAMES, inputs, strict=False) if isinstance(each, Tensor)}
     by_token = ("x", "dt", "z", "B", "C")
