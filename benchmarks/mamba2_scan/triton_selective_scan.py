@@ -1,4 +1,4 @@
-"""The Triton kernels of Mamba 1's scan against transformers' loop, mamba-ssm and plain PyTorch, in bf16, in one process.
+"""The Triton kernels of Mamba 1's scan against transformers' loop, mamba-ssm and plain PyTorch, in bf16.
 
     python benchmarks/mamba2_scan/triton_selective_scan.py --name triton_selective_scan_h100
 

@@ -201,7 +201,6 @@ OPS: tuple[OpSpec, ...] = (
         config_field="selective_scan_implementation",
         default="eager",
         contract="veomni_ops.selective_scan:CONTRACTS",
-        reads_boundaries=True,
         description="the state-space scan of Mamba 1, over a whole sequence",
         published={"chunked_scan": "veomni-torch", "triton": "veomni-triton"},
     ),

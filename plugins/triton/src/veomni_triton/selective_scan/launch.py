@@ -27,4 +27,4 @@ class Launch:
 
 
 OUTPUTS = Launch(channels=32, numbers=32 * 16 * 4)
-GRADIENTS = Launch(channels=32, numbers=32 * 16 * 8)
+GRADIENTS = Launch(channels=32, numbers=32 * 16 * 2)  # with more, threads run out of registers
