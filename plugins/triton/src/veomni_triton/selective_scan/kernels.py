@@ -16,7 +16,7 @@ from veomni_triton.softplus import softplus
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # Triton compiles a kernel anew for numbers that are 1 or multiples of 16. That pays for the strides of tokens alone.
-NOT_SPECIALIZED = ("length", "chunks", "blocks", "seq_batch", "seq_token")
+NOT_SPECIALIZED = ("length", "chunks", "blocks", "rows", "seq_batch", "seq_token")
 
 
 @triton.jit
@@ -246,7 +246,7 @@ def gradients_kernel(
                 token = tl.cast(chunk * L + sub * T + ahead, tl.int64)
                 if PACKED:
                     state_NK = tl.where(_is_first(seq_idx, token, length, seq_token), 0.0, state_NK)
-                before = before + (state_NK,)  # noqa: RUF005 (Triton reads no starred expression)
+                before = before + (state_NK,)  # type: ignore[assignment]  # noqa: RUF005 (Triton reads no stars)
                 if ahead < T - 1:
                     is_inside = token < length
                     inside_K = is_channel_K & is_inside
