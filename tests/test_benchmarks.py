@@ -138,6 +138,7 @@ GUARDED_OURS = {  # the contenders of a script, where listing them needs no GPU
     "causal_conv1d.triton_causal_conv1d": lambda script: script.contenders(script.CASES[0], None),
     "chunk_gated_delta_rule.triton_chunk_gated_delta_rule": lambda script: script.contenders(),
     "mamba2_scan.triton_mamba2_scan": lambda script: script.contenders(),
+    "mamba2_scan.triton_selective_scan": lambda script: script.contenders(),
 }
 
 
@@ -205,6 +206,8 @@ def test_a_result_file_s_table_is_what_its_figures_give(name, shared, tmp_path, 
         shared("moe_experts.moe").write(name, wanted)
     elif "delta_rule" in name:
         shared("chunk_gated_delta_rule.triton_chunk_gated_delta_rule").write(name, wanted)
+    elif "selective" in name:
+        shared("mamba2_scan.triton_selective_scan").write(name, wanted)
     elif "mamba2" in name:
         shared("mamba2_scan.triton_mamba2_scan").write(name, wanted)
     else:

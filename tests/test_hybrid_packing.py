@@ -24,6 +24,7 @@ KERNELS = {
     "chunk_gated_delta_rule_implementation": "auto",
     "kda_implementation": "auto",
     "mamba2_scan_implementation": "auto",
+    "selective_scan_implementation": "auto",  # which mixers of Mamba 1 don't tell where a sequence begins
 }
 # Beside attention, only convolutions, delta rules and scans of Mamba 2 mix along the sequence here.
 RIGHT = {

@@ -1,4 +1,4 @@
-"""mamba2_scan on real hybrid models: bound equals eager, and packed equals separate for each way to say where."""
+"""Scans on real models: bound equals eager, and for Mamba 2 packed equals separate for each way to say where."""
 
 from __future__ import annotations
 
@@ -17,26 +17,38 @@ from models import step
 from test_hybrid_convolutions import distance, packed_inputs
 from veomni_core import bind, find_sites
 
-OP = "mamba2_scan"
+OPS = ("mamba2_scan", "selective_scan")
+OP = OPS[0]
 FIELD = f"{OP}_implementation"
 ALONE = {"preset": "eager", FIELD: "chunked_scan"}
 TYPES = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
+OF_MAMBA_1 = ("falcon_mamba", "jamba", "mamba", "zamba")
+SIZES = {OP: {"heads", "head_width", "groups", "state_width"}, OPS[1]: {"channels", "state_width"}}
+
+
+def op_of(model_type):
+    return OPS[model_type in OF_MAMBA_1]
+
+
+def alone(model_type):
+    return {"preset": "eager", f"{op_of(model_type)}_implementation": "chunked_scan"}
 
 
 def scan_sites(model):
-    return [site for site in find_sites(model) if site.op_name == OP]
+    return [site for site in find_sites(model) if site.op_name in OPS]
 
 
 @pytest.mark.thorough(one_per=[])
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", (*TYPES, *OF_MAMBA_1))
 def test_a_bound_model_trains_as_the_eager_one(model_type):
     model, ids = hybrid(model_type), tokens(2, 70)
     sites = scan_sites(model)
     assert sites and {(site.variant, site.own) for site in sites} == {("standard", "eager")}
-    assert {"heads", "head_width", "groups", "state_width"} == set(sites[0].sizes)
+    op_name = op_of(model_type)
+    assert SIZES[op_name] == set(sites[0].sizes)
     wanted = step(model, ids)
-    with bind(model, ALONE) as binding:
-        assert [len(op.sites) for op in binding.plan.ops if op.op_name == OP] == [len(sites)]
+    with bind(model, alone(model_type)) as binding:
+        assert [len(op.sites) for op in binding.plan.ops if op.op_name == op_name] == [len(sites)]
         found = step(model, ids)
         assert not binding.receipt.changed
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-6)
@@ -47,12 +59,12 @@ def test_a_bound_model_trains_as_the_eager_one(model_type):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", (*TYPES, *OF_MAMBA_1))
 def test_in_bfloat16_it_is_as_accurate_as_the_eager_one(model_type):
     model, ids = hybrid(model_type, torch.bfloat16), tokens(2, 70)
     exact = step(copy.deepcopy(model).float(), ids)
     wanted = step(model, ids)
-    bind(model, ALONE)
+    bind(model, alone(model_type))
     found = step(model, ids)
     assert distance(found, exact) <= 1.5 * distance(wanted, exact) + 5e-3
     assert abs(float(found[0] - exact[0])) <= 2.0 * abs(float(wanted[0] - exact[0])) + 1e-2
@@ -107,11 +119,11 @@ def test_boundaries_that_a_scan_can_not_take_are_refused():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model_type", ["falcon_h1", "mamba2", "zamba2"])
+@pytest.mark.parametrize("model_type", ["falcon_h1", "mamba2", "zamba2", "falcon_mamba", "mamba", "zamba"])
 def test_a_prompt_in_parts_and_decoding_give_what_its_own_code_gives(model_type):
-    """The second part starts from the first's states; single tokens go through the model's own function."""
+    """Mamba 2's second part starts from the first's states; single tokens go through the model's own function."""
     model, ids = hybrid(model_type).eval(), tokens(2, 30)
-    name = "cache_params" if model_type == "mamba2" else "past_key_values"
+    name = "cache_params" if model_type.endswith(("mamba", "mamba2")) else "past_key_values"
 
     def logits():
         found, cache = [], None
@@ -123,7 +135,7 @@ def test_a_prompt_in_parts_and_decoding_give_what_its_own_code_gives(model_type)
 
     with torch.no_grad():
         wanted = logits()
-        with bind(model, ALONE):
+        with bind(model, alone(model_type)):
             torch.testing.assert_close(logits(), wanted, rtol=1e-4, atol=1e-5)
 
 

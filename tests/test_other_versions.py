@@ -46,6 +46,7 @@ def test_coverage():
         "chunk_gated_delta_rule",
         "kda",
         "mamba2_scan",
+        "selective_scan",
         "cross_entropy_loss",
         "moe_experts",
         "load_balancing_loss",

@@ -41,7 +41,7 @@ VARIANTS = {
         ("rotary_pos_emb", "partial"),
     },
     "recurrent_gemma": {("rotary_pos_emb", "partial")},
-    "zamba": {("swiglu_mlp", "gelu")},
+    "zamba": {("selective_scan", "standard"), ("swiglu_mlp", "gelu")},
 }
 
 
@@ -53,7 +53,7 @@ def test_bound_equals_eager_and_the_kernels_ran(model_type):
     wanted, wanted_gradients = step(model, ids)
     calls.clear()
     names = ("rms_norm", "rms_norm_gated", "causal_conv1d", "rotary_pos_emb", "swiglu_mlp", "cross_entropy_loss")
-    names += ("chunk_gated_delta_rule", "kda", "mamba2_scan", "dsa_indexer", "dsa_attention")
+    names += ("chunk_gated_delta_rule", "kda", "mamba2_scan", "selective_scan", "dsa_indexer", "dsa_attention")
     fields = dict.fromkeys((*(f"{name}_implementation" for name in names), "moe_implementation"), "auto")
     with bind(model, {"preset": "eager", "attn_implementation": "auto", **fields}, registry=REGISTRY):
         found, gradients = step(model, ids)

@@ -65,6 +65,7 @@ EVERY_KERNEL = {"preset": "eager", **dict.fromkeys(
         "chunk_gated_delta_rule_implementation",
         "kda_implementation",
         "mamba2_scan_implementation",
+        "selective_scan_implementation",
         "dsa_indexer_implementation",
         "dsa_attention_implementation",
         "moe_implementation",

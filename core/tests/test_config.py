@@ -30,6 +30,7 @@ GPU_DEFAULTS = {
     "rms_norm_gated": "eager",
     "rotary_pos_emb": "liger_kernel",
     "rotary_pos_emb_vision": "eager",
+    "selective_scan": "eager",
     "swiglu_mlp": "liger_kernel",
     "token_dispatch": "eager",
     "token_logprobs": "eager",

@@ -21,6 +21,7 @@ from veomni_ops import (
     rms_norm,
     rms_norm_gated,
     rotary_pos_emb,
+    selective_scan,
     token_dispatch,
 )
 from veomni_ops import rotary_pos_emb_vision as vision
@@ -235,7 +236,9 @@ def _recurrence(reference):
     return decorator
 
 
-_delta, _kda, _scan = map(_recurrence, (chunk_gated_delta_rule.standard, kda.standard, mamba2_scan.standard))
+_delta, _kda, _scan, _selective = map(
+    _recurrence, (chunk_gated_delta_rule.standard, kda.standard, mamba2_scan.standard, selective_scan.standard)
+)
 
 
 @_delta
@@ -351,12 +354,30 @@ _ATTENTION = {
 }
 _CONVOLUTION = {"op": "causal_conv1d", "features": ("any_width",)}
 _DELTA = {"op": "chunk_gated_delta_rule", "features": ("wide_heads",)}
-_SCAN = {"op": "mamba2_scan"}
+_SCAN, _SELECTIVE = {"op": "mamba2_scan"}, {"op": "selective_scan"}
 _VISION = {"op": "rotary_pos_emb_vision", "variant": "full"}
 
 
 def _rotary(variant):
     return {"op": "rotary_pos_emb", "variant": variant}
+
+
+@_selective
+def a_gate_needs_no_gradient(call):
+    call["z"] = None if call.get("z") is None else call["z"].detach()
+
+
+@_selective
+def sixty_four_tokens_of_packed_rows(call):
+    if call.get("seq_idx") is not None and call["x"].shape[2] > 128:
+        call["seq_idx"] = call["seq_idx"].clone()
+        call["seq_idx"][:, 128:] = call["seq_idx"][:, 128:129]
+
+
+@_selective
+def a_bias_of_channels_needs_softplus(call):
+    if not call.get("dt_softplus"):
+        call["dt_bias"] = None
 
 
 # Each kernel, what of a failure's sentence names the sample that finds it, and the options of its spec.
@@ -409,6 +430,9 @@ FAULTS = [
     (numbers_of_a_scan_rise_by_one, "'sequences whose numbers fall': ", _SCAN),
     (states_are_read_in_pairs, "'packed, both states': ", _SCAN),
     (reads_have_no_gradient_as_writes, "'reads what it writes': the gradient of", _SCAN),
+    (a_gate_needs_no_gradient, "'odd sizes': the gradient of", _SELECTIVE),
+    (sixty_four_tokens_of_packed_rows, "'packed, of 64, 64, 1, 2, 3': ", _SELECTIVE),
+    (a_bias_of_channels_needs_softplus, "'time steps as they come, and a bias': result 0", _SELECTIVE),
 ]  # fmt: skip
 
 

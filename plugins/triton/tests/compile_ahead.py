@@ -20,6 +20,7 @@ from veomni_triton import (
     rms_norm_gated,
     rotary_pos_emb,
     rotary_pos_emb_vision,
+    selective_scan,
     swiglu_mlp,
     token_logprobs,
 )
@@ -38,6 +39,7 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             lambda width=width: rms_norm_gated.standard(tensor(8, width), tensor(8, width), tensor(width), 1e-6),
         )
     yield "scan of heads of (64, 128)", lambda: _scan(tensor, 64, 128)
+    yield "scan of channels", lambda: _selective_scan(tensor, 1536, 16)
     yield "sparse attention", lambda: _sparse_attention(tensor, 128, 512, 64, 128, 64)
     yield "sparse attention, native", lambda: _native_sparse(tensor, (64, 4), (192, 128))
     if dtype == torch.float32:  # all other launches have as many elements in a tile as those of 16 bits, or far fewer
@@ -105,6 +107,14 @@ def _scan(tensor: Callable[..., Tensor], width: int, state: int) -> Tensor:
     B, C = (tensor(batch, length, 2, state) for _ in range(2))
     seq_idx = torch.zeros(batch, length, dtype=torch.int32)
     return mamba2_scan.standard(x, dt, A, B, C, A, A, dt_softplus=True, seq_idx=seq_idx)[0]
+
+
+def _selective_scan(tensor: Callable[..., Tensor], channels: int, state: int) -> Tensor:
+    x, dt, z = (tensor(1, channels, 256) for _ in range(3))
+    A, D = tensor(channels, state, of=torch.float32), tensor(channels, of=torch.float32)
+    B, C = (tensor(1, state, 256) for _ in range(2))
+    seq_idx = torch.zeros(1, 256, dtype=torch.int32)
+    return selective_scan.standard(x, dt, A, B, C, D, z, D, dt_softplus=True, seq_idx=seq_idx)[0]
 
 
 if __name__ == "__main__":

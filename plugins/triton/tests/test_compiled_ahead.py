@@ -16,11 +16,11 @@ from veomni_triton.plugin import veomni_kernels
 
 SCRIPT = Path(__file__).with_name("compile_ahead.py")
 CALLS = [
-    ("l40s", "float32", "^(?!sparse)", 5),
-    ("l40s", "bfloat16", "^(?!sparse)", 15),
+    ("l40s", "float32", "^(?!sparse)", 6),
+    ("l40s", "bfloat16", "^(?!sparse)", 16),
     ("h100", "bfloat16", "sparse", 2),
-    ("b200", "bfloat16", "delta|scan|sparse", 6),
-    ("mi300x", "bfloat16", "", 17),
+    ("b200", "bfloat16", "delta|scan|sparse", 7),
+    ("mi300x", "bfloat16", "", 18),
 ]
 
 

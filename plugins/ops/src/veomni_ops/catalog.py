@@ -197,6 +197,15 @@ OPS: tuple[OpSpec, ...] = (
         published={"chunked_scan": "veomni-torch", "triton": "veomni-triton", "mamba_ssm": "veomni-fla"},
     ),
     OpSpec(
+        name="selective_scan",
+        variants=("standard",),
+        config_field="selective_scan_implementation",
+        default="eager",
+        contract="veomni_ops.selective_scan:CONTRACTS",
+        description="the state-space scan of Mamba 1, over a whole sequence",
+        published={"chunked_scan": "veomni-torch", "triton": "veomni-triton"},
+    ),
+    OpSpec(
         name="dsa_indexer",
         variants=("standard",),
         config_field="dsa_indexer_implementation",

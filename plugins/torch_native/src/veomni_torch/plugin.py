@@ -175,6 +175,14 @@ def veomni_kernels() -> list[KernelSpec]:
             preference=_PREFERENCE,
         ),
         KernelSpec(
+            name="chunked_scan",
+            op_name="selective_scan",
+            variant="standard",
+            factory="veomni_torch.selective_scan:standard",
+            description="a group of tokens at a time, and again in backward; saves its inputs and few states",
+            preference=_PREFERENCE,
+        ),
+        KernelSpec(
             name="torch",
             op_name="dsa_indexer",
             variant="standard",

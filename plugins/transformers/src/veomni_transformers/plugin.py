@@ -44,6 +44,7 @@ SITE_RULES: tuple[SiteRule, ...] = (
         "Kimi delta attention", "veomni_transformers.delta_rules.locator:KimiDeltaAttention", order=20, proves=True
     ),
     SiteRule("Mamba 2 scans", "veomni_transformers.mamba2_scans.locator:Mamba2Scans", order=20, proves=True),
+    SiteRule("Mamba 1 scans", "veomni_transformers.mamba2_scans.locator:SelectiveScans", order=20, proves=True),
     SiteRule(
         "sparse attention's indexers", "veomni_transformers.sparse_attention.locator:Indexers", order=25, proves=True
     ),

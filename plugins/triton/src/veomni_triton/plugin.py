@@ -99,6 +99,16 @@ def veomni_kernels() -> list[KernelSpec]:
         ),
         KernelSpec(
             name="triton",
+            op_name="selective_scan",
+            variant="standard",
+            factory="veomni_triton.selective_scan:standard",
+            hardware=_GPU,
+            suspicions=_NEVER_RUN,
+            description="channels in parallel, states in registers; saves its inputs and a state per 64 tokens",
+            preference=_PREFERENCE,
+        ),
+        KernelSpec(
+            name="triton",
             op_name="dsa_indexer",
             variant="standard",
             factory="veomni_triton.dsa_indexer:standard",

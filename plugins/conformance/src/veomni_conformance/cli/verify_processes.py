@@ -28,6 +28,7 @@ LONGEST_OPS = (
     "causal_conv1d",
     "kda",
     "mamba2_scan",
+    "selective_scan",
     "moe_experts",
     "attention",
     "token_logprobs",

@@ -1,4 +1,4 @@
-"""What a bound mixer of Mamba 2 calls in place of its model's scan, and in place of its fused step in training."""
+"""What a bound mixer of Mamba calls in place of its model's scan, and in place of its fused step in training."""
 
 from __future__ import annotations
 
@@ -68,3 +68,53 @@ def scan_call(kernel: Callable[..., Any]) -> Callable[..., Any]:
         return (output, final) if return_final_states else output
 
     return mamba2_chunk_scan
+
+
+def selective_scan_call(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """:func:`scan_call` for the scan of Mamba 1.
+
+    Which of its own ways to compute it a model asks for changes no result, and is dropped like other arguments unread.
+
+    Raises:
+        ValueError: in a call, with ``cu_seqlens``, which isn't how models are told of boundaries; or if
+            ``cu_seq_lens_q`` comes with a batch of several rows.
+    """
+
+    def mamba_selective_scan(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        use_mambapy: bool = False,
+        use_associative_scan: bool = False,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        **passed_on: Any,
+    ) -> Any:
+        if cu_seqlens is not None:
+            raise ValueError("selective_scan: cu_seqlens was given; pass boundaries as cu_seq_lens_q or seq_idx")
+        if seq_idx is None and cu_seq_lens_q is not None:
+            seq_idx = sequence_numbers(cu_seq_lens_q, dt, "selective_scan")
+        output, final = kernel(
+            hidden_states,
+            dt,
+            A,
+            B,
+            C,
+            D=D,
+            z=z,
+            dt_bias=delta_bias,
+            dt_softplus=delta_softplus,
+            return_final_states=return_last_state,
+            seq_idx=seq_idx,
+        )
+        return (output, final) if return_last_state else output
+
+    return mamba_selective_scan

@@ -1,9 +1,9 @@
-"""What a chunked scan of Mamba 2 computes: its values and gradients, compared with the contract's recurrence."""
+"""What a scan of Mamba computes: its values and gradients, compared with the contract's recurrence."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from veomni_core.descriptions.kernel_spec import EAGER
-from veomni_ops.mamba2_scan import CONTRACTS
+from veomni_ops import mamba2_scan, selective_scan
+from veomni_ops.contract import Contract
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.branches import Branches
 from veomni_transformers.proving.code_reading import read_function
@@ -22,13 +23,10 @@ from veomni_transformers.proving.package_functions import chosen, written
 from veomni_transformers.proving.proof import Proof
 
 _DECAY, _STRONG_DECAY = 0.3, 4.0
-_CONTRACT = CONTRACTS["standard"]
-# Arguments that transformers' functions name differently from the op.
-_X, _CHUNK = "hidden_states", "chunk_size"
 
 
-def prove(function: Any, home: str) -> Proof:
-    """What the scan ``function`` computes, which a module of the modeling file ``home`` calls."""
+def prove(function: Any, home: str, scan: Scan) -> Proof:
+    """What the ``function`` of a ``scan`` computes, which a module of the modeling file ``home`` calls."""
     own, runs = written(function), chosen(function, home)
     if not isinstance(own, FunctionType):
         return Proof(None, f"the model runs {runs}, and {home} has no code of its own to compare", examined=False)
@@ -37,7 +35,7 @@ def prove(function: Any, home: str) -> Proof:
         return Proof(None, reading.doubts[0])
     branches = Branches(reading.codes, frozenset(), own, is_helper=True)
     with probe.seeded():
-        return first_fit(_candidates(own, branches, runs), f"{own.__name__} takes none of the op's calls")
+        return first_fit(_candidates(own, branches, runs, scan), f"{own.__name__} takes none of the op's calls")
 
 
 def gives_nothing(function: Any) -> str:
@@ -62,11 +60,11 @@ def gives_nothing(function: Any) -> str:
     return if_every_branch_ran(Proof("standard", ""), f"{name} gives nothing", branches).evidence
 
 
-def _candidates(function: FunctionType, branches: Branches, runs: str) -> Iterator[Candidate]:
+def _candidates(function: FunctionType, branches: Branches, runs: str, scan: Scan) -> Iterator[Candidate]:
     evidence = f"{function.__name__} gave the reference's values and gradients in each of its calls"
     if runs != EAGER:
         evidence += f"; in its place the model would run {runs}"
-    miss = max(_miss(branches, function, call) for call in _CALLS)
+    miss = max(_miss(branches, function, call, scan) for call in scan.calls)
     yield Candidate(f"{function.__name__} is standard", miss, Proof("standard", evidence), branches)
 
 
@@ -106,30 +104,92 @@ class _Call:
         return {name: each.requires_grad_() for name, each in tensors.items()}, options
 
 
-_CALLS = (
-    _Call(2, 37, has_state=True, keeps_final=True),
-    _Call(1, 32, widths=(5, 7)),
-    _Call(2, 1, keeps_final=True),
-    _Call(1, 5, chunk=8, heads=(3, 1), has_state=True),
-    _Call(1, 20, decay=_STRONG_DECAY, has_state=True, keeps_final=True),
-    _Call(2, 21, is_model_like=False, keeps_final=True),
-    _Call(1, 40, chunk=256, limit=(0.4, 0.9)),
-    _Call(1, 37, has_state=True, keeps_final=True, dtype=torch.bfloat16),
+@dataclass(frozen=True)
+class _SelectiveCall:
+    """One call of the scan of Mamba 1."""
+
+    batch: int
+    length: int
+    channels: int = 6
+    state: int = 8
+    decay: float = _DECAY
+    keeps_final: bool = False
+    is_model_like: bool = True
+    dtype: torch.dtype = torch.float32
+
+    def inputs(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Its random tensors, all of which require gradients, and its other arguments."""
+        along = (self.batch, self.channels, self.length)
+        tensors = {name: probe.random(*along, dtype=self.dtype) for name in ("x", "dt", "z")}
+        for name, scale in (("B", self.state**-0.5), ("C", 1.0)):
+            tensors[name] = probe.random(self.batch, self.state, self.length, dtype=self.dtype, scale=scale)
+        tensors["A"] = -self.decay * (0.1 + probe.random(self.channels, self.state).abs())
+        if self.is_model_like:
+            tensors |= {name: probe.random(self.channels) for name in ("D", "dt_bias")}
+        else:
+            tensors = {**tensors, "dt": tensors["dt"].sigmoid()}
+            del tensors["z"]
+        options = {"dt_softplus": self.is_model_like, "return_final_states": self.keeps_final}
+        return {name: each.requires_grad_() for name, each in tensors.items()}, options
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A kind of scan: its contract, how its functions name arguments that the op names otherwise, and probing calls."""
+
+    contract: Contract
+    named: Mapping[str, str]
+    calls: Sequence[_Call | _SelectiveCall]
+
+
+CHUNKED = Scan(
+    mamba2_scan.CONTRACTS["standard"],
+    {"x": "hidden_states"},
+    (
+        _Call(2, 37, has_state=True, keeps_final=True),
+        _Call(1, 32, widths=(5, 7)),
+        _Call(2, 1, keeps_final=True),
+        _Call(1, 5, chunk=8, heads=(3, 1), has_state=True),
+        _Call(1, 20, decay=_STRONG_DECAY, has_state=True, keeps_final=True),
+        _Call(2, 21, is_model_like=False, keeps_final=True),
+        _Call(1, 40, chunk=256, limit=(0.4, 0.9)),
+        _Call(1, 37, has_state=True, keeps_final=True, dtype=torch.bfloat16),
+    ),
+)
+SELECTIVE = Scan(
+    selective_scan.CONTRACTS["standard"],
+    {
+        "x": "hidden_states",
+        "dt_bias": "delta_bias",
+        "dt_softplus": "delta_softplus",
+        "return_final_states": "return_last_state",
+    },
+    (
+        _SelectiveCall(2, 37, keeps_final=True),
+        _SelectiveCall(1, 32, channels=5, state=7),
+        _SelectiveCall(2, 1, keeps_final=True),
+        _SelectiveCall(1, 20, decay=_STRONG_DECAY, keeps_final=True),
+        _SelectiveCall(2, 21, is_model_like=False, keeps_final=True),
+        _SelectiveCall(1, 37, keeps_final=True, dtype=torch.bfloat16),
+    ),
 )
 
 
-def _miss(branches: Branches, function: FunctionType, call: _Call) -> float:
+def _miss(branches: Branches, function: FunctionType, call: _Call | _SelectiveCall, scan: Scan) -> float:
     tensors, options = call.inputs()
-    own = {_X if name == "x" else name: each for name, each in tensors.items()}
-    found, error = probe.attempt(partial(branches.run_call, function, **own, **options, chunk_size=call.chunk))
+    own = {scan.named.get(name, name): each for name, each in {**tensors, **options}.items()}
+    if isinstance(call, _Call):
+        own["chunk_size"] = call.chunk
+    found, error = probe.attempt(partial(branches.run_call, function, **own))
     results = found if isinstance(found, tuple) else (found,)
+    contract = scan.contract
     if error or len(results) != 1 + call.keeps_final or not all(isinstance(each, Tensor) for each in results):
         return float("inf")
-    wanted = _CONTRACT.primary(_CONTRACT.reference(**tensors, **options))
+    wanted = contract.primary(contract.reference(**tensors, **options))
     pairs = list(zip(results, wanted, strict=True))
     if call.dtype is torch.float32:
         return max(probe.miss(ours, theirs, list(tensors.values())) for ours, theirs in pairs)
     if any(a.dtype != b.dtype or a.shape != b.shape for a, b in pairs):
         return float("inf")
     shares = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs]
-    return 0.0 if max(shares) <= _CONTRACT.values["bfloat16"].norm else max(shares)
+    return 0.0 if max(shares) <= contract.values["bfloat16"].norm else max(shares)

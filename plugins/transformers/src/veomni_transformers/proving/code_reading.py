@@ -22,6 +22,7 @@ from veomni_transformers.proving.functions import closure_contents, code_layers,
 from veomni_transformers.proving.probe import has_hooks
 from veomni_transformers.proving.reachable_code import (
     instructions,
+    is_cached_by_library,
     is_library,
     nested_code,
     optional_arguments,
@@ -221,7 +222,7 @@ def _global_doubts(
             yield f"{where} sets the global {name}"
         elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and name in function.__globals__:
             value = function.__globals__[name]
-            if is_shared(value):
+            if is_shared(value) or is_cached_by_library(value):
                 continue
             constant = _is_transformers(function) and name.lstrip("_").isupper()
             if not constant and not isinstance(value, _FIXED) and not _is_partial_of_fixed(value):

@@ -7,7 +7,7 @@ import dis
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from veomni_transformers.proving.reachable_code import instructions
+from veomni_transformers.proving.reachable_code import instructions, is_cached_by_library
 
 # Instructions that only combine values which other instructions have loaded.
 _NEUTRAL = frozenset(
@@ -202,7 +202,9 @@ def _is_conditional(name: str) -> bool:
 
 
 def _is_pure(value: Any) -> bool:
-    return isinstance(value, (type, ModuleType)) or (value.__hash__ is not None and value in _PURE)
+    if isinstance(value, (type, ModuleType)) or is_cached_by_library(value):
+        return True
+    return value.__hash__ is not None and value in _PURE
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -28,6 +28,11 @@ def is_library(function: Any) -> bool:
     return not _is_read(module) or module.startswith("transformers.utils")
 
 
+def is_cached_by_library(value: Any) -> bool:
+    """Whether ``value`` is such a function behind a cache: it answers as it did, as which version is installed."""
+    return isinstance(value, functools._lru_cache_wrapper) and is_library(value)
+
+
 def _is_read(module_name: str) -> bool:
     return module_name.split(".")[0] not in _NOT_READ
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from veomni_triton.mamba2_scan.tiles import NUMBERS, chunk_bounds
+from veomni_triton.softplus import softplus
 
 HEADS = 16  # of a program: their time steps lie together
 NOT_SPECIALIZED = (*NUMBERS, *(f"{x}_{by}" for x in ("dt", "ddt", "seq") for by in ("batch", "token", "head")))
@@ -27,18 +28,6 @@ def _raw_steps(
     if HAS_BIAS:
         raw_LH += tl.load(bias + head_H, mask=head_H < heads, other=0.0).to(tl.float32)[None, :]
     return raw_LH
-
-
-@triton.jit
-def _softplus(x_LH):
-    """``log(1 + exp(x))``, with all digits where it is small, and its derivative."""
-    small_LH = tl.exp(-tl.abs(x_LH))
-    above_LH = 1.0 + small_LH
-    # What the sum has lost of `small` is made up for: log(above) is off by as much as above is, as a share.
-    lost = above_LH - 1.0
-    log_LH = tl.where(lost == 0.0, small_LH, tl.log(above_LH) * (small_LH / tl.where(lost == 0.0, 1.0, lost)))
-    share_LH = tl.where(x_LH >= 0.0, 1.0, small_LH) / above_LH
-    return tl.maximum(x_LH, 0.0, propagate_nan=tl.PropagateNan.ALL) + log_LH, share_LH
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -73,7 +62,7 @@ def steps_kernel(
     inside_LH = (row_L < count)[:, None] & (head_H < heads)[None, :]
     step_LH = _raw_steps(dt, bias, row, chunk, head_H, heads, inside_LH, dt_batch, dt_token, dt_head, HAS_BIAS, L)
     if SOFTPLUS:
-        step_LH, _ = _softplus(step_LH)
+        step_LH, _ = softplus(step_LH)
     step_LH = tl.minimum(
         tl.maximum(step_LH, least, propagate_nan=tl.PropagateNan.ALL), most, propagate_nan=tl.PropagateNan.ALL
     )
@@ -160,7 +149,7 @@ def step_gradients_kernel(
     dstep_LH += ddecay_LH * tl.load(A + head_H, mask=is_head_H, other=0.0).to(tl.float32)[None, :]
     raw_LH = _raw_steps(dt, bias, row, chunk, head_H, heads, inside_LH, dt_batch, dt_token, dt_head, HAS_BIAS, L)
     if SOFTPLUS:
-        raw_LH, share_LH = _softplus(raw_LH)
+        raw_LH, share_LH = softplus(raw_LH)
         dstep_LH *= share_LH
     dstep_LH = tl.where((raw_LH < least) | (raw_LH > most) | (inside_LH == 0), 0.0, dstep_LH)
     tl.store(dbias + at_H, tl.sum(dstep_LH, axis=0), mask=is_head_H)
