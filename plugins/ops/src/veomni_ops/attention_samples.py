@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_ops.combinations import together
 from veomni_ops.contract import Alike, Draw, Sample, leaf
 from veomni_ops.memory_places import alone, far_apart, has_room
 
@@ -93,6 +94,72 @@ def beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("sinks past 128 keys", inputs(), {"s_aux": leaf(draw.normal(4))}, needs=("sinks",))
     bias = {"position_bias": leaf(draw.normal(1, 4, 150, 150))}
     yield Sample("position bias past 128 keys", inputs(), bias, needs=("position_bias",))
+    yield from _combined_shapes(device, dtype)
+
+
+def _combined_shapes(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Of each kind of mask, shapes without options, and then with some. A kernel without an option misses no shape."""
+    draw = Draw(device, dtype, seed=8)
+
+    def make(
+        mask: str,
+        batch: int,
+        heads: tuple[int, int],
+        lengths: tuple[int, int],
+        widths: tuple[int, int],
+        causal: bool,
+        scaling: float | None,
+        options: tuple[str, ...] = (),
+        window: str = "",
+    ) -> Sample:
+        (queries, keys), (q_heads, k_heads), (width, value_width) = lengths, heads, widths
+        query = leaf(draw.normal(batch, queries, q_heads, width).transpose(1, 2))
+        _, key, value = _heads(draw, batch, q_heads, k_heads, keys, width, value_width)
+        needs, given, kw = [], None, {"scaling": scaling, "is_causal": causal}
+        if "boolean" in mask or "added" in mask:
+            given = draw.normal(batch, q_heads if "head" in mask else 1, queries, keys).float() > 0
+            given[..., 0], given[-1, :, 1] = True, "empty rows" not in mask
+            given = draw.normal(*given.shape).masked_fill(~given, float("-inf")) if "added" in mask else given
+            needs += ["dense_mask"]
+        elif "padding" in mask:  # of three sequences, one is padding alone
+            kept = torch.arange(keys, device=device) < torch.tensor([[keys - 3], [0], [keys]], device=device)[:batch]
+            given = kept.flip(1) if "left" in mask else kept
+            needs += ["padding_mask"]
+        elif mask == "packed":
+            ends = [torch.tensor([0, 2, 2, each - 1, each, each], device=device) for each in lengths]
+            kw |= _packed(*(F.pad(each, (1, 0)).diff() for each in ends))
+            needs += ["packed"]
+        if "window" in options:
+            # One that hides something, since kernels without windows may take another for none. Without causal
+            # attention, windows have no meaning across: there is no query's own key.
+            kw["sliding_window"], needs = queries - 2 if window == "long" else 3, [*needs, "sliding_window"]
+            kw["is_causal"] = causal = causal or queries < keys
+        if "softcap" in options:
+            kw["softcap"], needs = 2.0, [*needs, "softcap"]
+            needs += ["softcap_by_lengths"] if "padding_mask" in needs or "packed" in needs else []
+        if "sinks" in options:
+            kw["s_aux"], needs = leaf(draw.normal(q_heads)), [*needs, "sinks"]
+        if "bias" in options:
+            kw["position_bias"], needs = leaf(draw.normal(1, q_heads, queries, keys)), [*needs, "position_bias"]
+        first = causal and given is None and mask == "no" and queries < keys
+        module = AttentionModule(q_heads // k_heads, from_the_first_key=first)
+        sizes = {"head_dim": widths[:1], "value_head_dim": widths[1:]}
+        not_with = BY_LENGTHS if first else ""
+        return Sample("", (module, query, key, value, given), kw, tuple(needs), sizes=sizes, not_with=not_with)
+
+    dense = ("boolean", "boolean per head", "boolean, empty rows", "added", "added per head")
+    both = {"causal": (True, False), "scaling": (None, 0.3)}
+    several = [each for count in (1, 2, 3) for each in combinations(("window", "softcap", "sinks"), count)]
+    for masks in (("no",), dense, ("padding", "padding left"), ("packed",)):
+        batch = (1,) if masks == ("packed",) else (1, 3)
+        heads, lengths = ((3, 3), (6, 2), (16, 1)), ((12, 12), (5, 40), (128, 128))
+        shapes = {"mask": masks, "batch": batch, "heads": heads, "lengths": lengths}
+        yield from together(make, **shapes, widths=((80, 80), (96, 64), (40, 48)), **both)
+        shapes |= {"heads": heads[::2], "lengths": (*lengths[:2], (70, 70)), "widths": ((80, 80), (40, 48))}
+        options = [each for each in several if masks != dense or "window" not in each]
+        yield from together(make, **shapes, **both, options=options, window=("short", "long"))
+        if masks in (("no",), dense):
+            yield from together(make, **shapes | {"mask": masks[:2]}, **both, options=(("bias",),))
 
 
 def large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
