@@ -67,7 +67,7 @@ def beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """Calls that are larger than one tile of a kernel, with the arguments of :func:`samples`.
 
     Example:
-        >>> [s.name for s in beyond_a_tile(torch.device("cpu"), torch.float32) if "packed" in s.needs]
+        >>> [s.name for s in beyond_a_tile(torch.device("cpu"), torch.float32) if "packed" in s.needs][:2]
         ['nine packed sequences', 'nine packed sequences, window']
     """
     draw = Draw(device, dtype, seed=2)
@@ -152,7 +152,7 @@ def _combined_shapes(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
     several = [each for count in (1, 2, 3) for each in combinations(("window", "softcap", "sinks"), count)]
     for masks in (("no",), dense, ("padding", "padding left"), ("packed",)):
         batch = (1,) if masks == ("packed",) else (1, 3)
-        heads, lengths = ((3, 3), (6, 2), (16, 1)), ((12, 12), (5, 40), (128, 128))
+        heads, lengths = ((3, 3), (6, 2), (16, 1)), ((12, 12), (5, 130), (128, 128))
         shapes = {"mask": masks, "batch": batch, "heads": heads, "lengths": lengths}
         yield from together(make, **shapes, widths=((80, 80), (96, 64), (40, 48)), **both)
         shapes |= {"heads": heads[::2], "lengths": (*lengths[:2], (70, 70)), "widths": ((80, 80), (40, 48))}
@@ -272,6 +272,10 @@ def _widths(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     (query,) = _heads(draw, 1, 16, 2, 9, 96)[:1]
     (latent,) = _heads(draw, 1, 2, 2, 9, 96)[:1]
     yield Sample("a key that is the value", (AttentionModule(8), alone(query), latent, latent, None), values_only=True)
+    query, latent, _ = _heads(draw, 1, 2, 2, 9, 80)
+    yield Sample(
+        "ungrouped keys that are the values", (AttentionModule(1), query, latent, latent, None), values_only=True
+    )
     query, latent, _ = _heads(draw, 1, 16, 1, 7, 576)
     cut = leaf(latent.detach()[..., :512])  # in the key's memory
     yield Sample(
@@ -383,6 +387,9 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     # Some kernels take a window that hides nothing for none, which is right. What they can't take comes with it.
     yield edge("a window as long as the sequence, softcap", *window, "softcap", sliding_window=17, softcap=2.0)
     yield edge("a window longer than the sequence, sinks", *window, "sinks", sliding_window=100, s_aux=sinks())
+    for length in (17, 100):
+        alone_there = edge(f"a window of {length} for 17 keys", *window, sliding_window=length)
+        yield replace(alone_there, only_with="sliding_window")
 
     bounds = _packed(torch.tensor([4, 1, 0, 9, 6, 1], device=device))
     along, eight = (1, 4, 2, 21), (1, 16, 2, 21)

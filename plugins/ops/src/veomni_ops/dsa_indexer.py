@@ -245,9 +245,9 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
             visible[:, :, 0] = visible[:, :, 1] // 2  # a window that moves
         return Sample("", (query, key, own.to(weights), visible, top_k))
 
-    shapes = {"batch": (1, 3), "queries": (5, 70), "more_keys": (0, 58), "heads": (1, 5, 16), "width": (8, 80)}
+    shapes = {"batch": (1, 3), "queries": (5, 70), "more_keys": (20, 100), "heads": (1, 5, 16), "width": (8, 80)}
     kinds = {"bools": ("ranges", "bools", "transposed bools"), "ties": (False, True), "weights": (torch.float32, dtype)}
-    yield from together(make, **shapes, top_k=(2, 64, 128), **kinds)
+    yield from together(make, **shapes, top_k=(2, 20, 128), **kinds)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -261,7 +261,7 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     widths = ((40, 24), (48, 48), (64, 32), (80, 160), (320, 40))  # I = H and 2I = H don't say how weights lie
     routes = ("all", "not the first", "not the last", "some dropped")
     for ranks in ((0,), (2, 16, 40)):
-        yield from together(make, **shapes, widths=widths[: 5 - len(ranks)], routes=routes, **kinds, rank=ranks)
+        yield from together(make, **shapes, widths=widths[: 6 - len(ranks)], routes=routes, **kinds, rank=ranks)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
