@@ -181,8 +181,8 @@ def padded_to(width: int, *heads: Tensor) -> tuple[Tensor, ...]:
 def _padded(library: Library, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, options: Options) -> Tensor:
     """Remove the padding, compute the remaining tokens as packed sequences, and scatter the result back.
 
-    Queries at padded positions give zeros. If attention is causal, queries are the last of the ``kept.shape[1]``
-    positions; otherwise no query is padding.
+    Queries at padded positions give zeros. If attention is causal or has a window, queries are the last of the
+    ``kept.shape[1]`` positions, since the library aligns the last one with the last key; otherwise no query is padding.
 
     Args:
         query: ``[B, S, Hq, D]``.
@@ -193,12 +193,13 @@ def _padded(library: Library, query: Tensor, key: Tensor, value: Tensor, kept: T
     """
     batch, queries = query.shape[:2]
     length = kept.shape[1]
-    if length > key.shape[1] or (options.causal and queries > length):
+    aligned = options.causal or options.window is not None
+    if length > key.shape[1] or (aligned and queries > length):
         raise ConfigError(
             f"{library.name} got a padding mask of {length} positions for {queries} queries and {key.shape[1]} keys; "
             "pass one with a position for each key"
         )
-    kept_queries = kept[:, -queries:] if options.causal else kept.new_ones(batch, queries)
+    kept_queries = kept[:, -queries:] if aligned else kept.new_ones(batch, queries)
     # Indices (batch, position) of the tokens that remain.
     of_query, of_key = (each.nonzero(as_tuple=True) for each in (kept_queries, kept))
     bounds = Bounds(_bounds(kept_queries), _bounds(kept), queries, length)

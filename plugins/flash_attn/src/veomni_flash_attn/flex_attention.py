@@ -112,7 +112,8 @@ def standard(
         # An infinite sink gives NaN, as in a softmax: zeros would hide that a parameter has overflowed.
         kept = torch.sigmoid(aux.lse.transpose(1, 2) - (sinks + 0.0 * sinks))  # [B, S, Hq]
         output = (output * kept.unsqueeze(-1)).to(output.dtype)
-    if padding is not None and causal:  # zeros for padded queries, as FlashAttention gives
+    hides = sliding_window is not None and sliding_window < key.shape[2]
+    if padding is not None and (causal or hides):  # zeros for padded queries, as FlashAttention gives
         output = output * padding[:, -output.shape[1] :, None, None]
     return output.contiguous(), None
 

@@ -8,8 +8,8 @@ Whatever not every kernel computes is a feature. A kernel declares the features 
 for calls that need others:
 
 - ``dense_mask``: ``attention_mask[B, 1 or Hq, S, L]``, boolean (True is kept) or added to the scores;
-- ``padding_mask``: ``attention_mask[B, L]``, False at padding. With a causal mask, the output of a query at padding is
-  zero;
+- ``padding_mask``: ``attention_mask[B, L]``, False at padding. With a causal mask, or a window that hides something,
+  the output of a query at padding is zero;
 - ``sliding_window``: without a dense mask, ``sliding_window=W`` lets a query see its last W keys, including its own;
 - ``packed``: varlen attention. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int32 ``[sequences + 1]``) delimit the
   sequences in a batch of one;
@@ -164,7 +164,7 @@ def standard(
         weights = scores.softmax(dim=-1).to(query.dtype)
     output = weights @ value
     output = (output if unseen is None else output.masked_fill(unseen, 0.0)).transpose(1, 2).contiguous()
-    if padding is not None and causal:
+    if padding is not None and (causal or (sliding_window or key.shape[2]) < key.shape[2]):
         output = output * padding.to(output.dtype)[:, -output.shape[1] :, None, None]
     return output, None
 

@@ -148,11 +148,11 @@ def _combined_shapes(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
         return Sample("", (module, query, key, value, given), kw, tuple(needs), sizes=sizes, not_with=not_with)
 
     dense = ("boolean", "boolean per head", "boolean, empty rows", "added", "added per head")
-    both = {"causal": (True, False), "scaling": (None, 0.3)}
+    both = {"causal": (True, False), "scaling": (None, 0.15)}
     several = [each for count in (1, 2, 3) for each in combinations(("window", "softcap", "sinks"), count)]
     for masks in (("no",), dense, ("padding", "padding left"), ("packed",)):
         batch = (1,) if masks == ("packed",) else (1, 3)
-        heads, lengths = ((3, 3), (6, 2), (16, 1)), ((12, 12), (5, 130), (128, 128))
+        heads, lengths = ((3, 3), (6, 2), (16, 1)), ((12, 12), (40, 130), (128, 128))
         shapes = {"mask": masks, "batch": batch, "heads": heads, "lengths": lengths}
         yield from together(make, **shapes, widths=((80, 80), (96, 64), (40, 48)), **both)
         shapes |= {"heads": heads[::2], "lengths": (*lengths[:2], (70, 70)), "widths": ((80, 80), (40, 48))}
