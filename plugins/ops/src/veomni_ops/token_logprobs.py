@@ -240,7 +240,8 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
         states, weight, own = _decided(draw, tokens, words, hidden)
         each = draw.normal(tokens).float().abs() + 0.5 if temperature == "per token" else float(temperature)
         own = own.clamp_min(0).masked_fill(~learned_tokens(learned, tokens, device), ignored).to(labels)
-        biases = [leaf(draw.normal(words, scale=0.1) + 3.0 * (torch.arange(words, device=device) == 0))] if bias else []
+        first = 3.0 * (torch.arange(words, device=device) == 0).to(dtype)  # a bias decides which word is the likeliest
+        biases = [leaf(draw.normal(words, scale=0.1) + first)] if bias else []
         options = {"temperature": each, "softcap": softcap, "scale": scale, "ignore_index": ignored, "outputs": outputs}
         needs = tuple(name for name in outputs if name not in DIFFERENTIABLE)
         return Sample("", (laid_out(states.detach(), layout), weight, own, *biases), options, needs)
