@@ -96,7 +96,10 @@ def _dense(
         query = query * options["scale"]
         options |= {"pse": mask.to(query.dtype).expand(*query.shape[:3], key.shape[2]), "scale": 1.0}
     # [B, H, S, D] to [B, S, H, D]
-    return _attend([heads.transpose(1, 2) for heads in (query, key, value)], "BSND", options)
+    output = _attend([heads.transpose(1, 2) for heads in (query, key, value)], "BSND", options)
+    if mask is None or mask.dtype != torch.bool:
+        return output
+    return output.masked_fill(~mask.any(-1).transpose(1, 2).unsqueeze(-1), 0.0)  # of a query that sees no key
 
 
 def _packed(
