@@ -253,7 +253,7 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
         "labels": (torch.int64, torch.int32),
         "layout": (CONTIGUOUS, EVERY_OTHER),
     }
-    for outputs in ((OUTPUTS[:1], OUTPUTS[:2], OUTPUTS[1:2]), (OUTPUTS[1:], (TOP1, LOGPROBS))):
+    for outputs in ((OUTPUTS[:1], OUTPUTS[:2], OUTPUTS[1:2]), (OUTPUTS, (TOP1, LOGPROBS))):
         yield from together(make, **shapes, bias=(False, True), **numbers, **kinds, outputs=outputs)
 
 
