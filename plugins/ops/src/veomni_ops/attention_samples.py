@@ -115,7 +115,9 @@ def _combined_shapes(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
         (queries, keys), (q_heads, k_heads), (width, value_width) = lengths, heads, widths
         query = leaf(draw.normal(batch, queries, q_heads, width).transpose(1, 2))
         _, key, value = _heads(draw, batch, q_heads, k_heads, keys, width, value_width)
-        needs, given, kw = [], None, {"scaling": scaling, "is_causal": causal}
+        needs: list[str] = []
+        given: Tensor | None = None
+        kw: dict[str, Any] = {"scaling": scaling, "is_causal": causal}
         if "boolean" in mask or "added" in mask:
             given = draw.normal(batch, q_heads if "head" in mask else 1, queries, keys).float() > 0
             given[..., 0], given[-1, :, 1] = True, "empty rows" not in mask
@@ -153,7 +155,7 @@ def _combined_shapes(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
     for masks in (("no",), dense, ("padding", "padding left"), ("packed",)):
         batch = (1,) if masks == ("packed",) else (1, 3)
         heads, lengths = ((3, 3), (6, 2), (16, 1)), ((12, 12), (40, 130), (128, 128))
-        shapes = {"mask": masks, "batch": batch, "heads": heads, "lengths": lengths}
+        shapes: dict[str, Any] = {"mask": masks, "batch": batch, "heads": heads, "lengths": lengths}
         yield from together(make, **shapes, widths=((80, 80), (96, 64), (40, 48)), **both)
         shapes |= {"heads": heads[::2], "lengths": (*lengths[:2], (70, 70)), "widths": ((80, 80), (40, 48))}
         options = [each for each in several if masks != dense or "window" not in each]

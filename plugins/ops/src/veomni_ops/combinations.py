@@ -46,7 +46,9 @@ def every_pair(**choices: Sequence[Any]) -> Iterator[dict[str, Any]]:
 def _rows(counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     random = Random(0)
     two = [*combinations(range(len(counts)), 2)]
-    left = {(a, b, *at): None for a, b in two for at in product(range(counts[a]), range(counts[b]))}
+    left: dict[tuple[int, ...], None] = {
+        (a, b, *at): None for a, b in two for at in product(range(counts[a]), range(counts[b]))
+    }
     rows = []
 
     def met(row: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -188,7 +188,7 @@ def _causal_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[
         layout: str,
     ) -> Sample:
         states, weight, words_at = _problem(draw, tokens, hidden, words)
-        options = {"ignore_index": ignored, "softcap": softcap, "scale": scale}
+        options: dict[str, Any] = {"ignore_index": ignored, "softcap": softcap, "scale": scale}
         if items != "none":
             options["num_items_in_batch"] = 150 if items == "a number" else torch.tensor(150, device=device)
         own = words_at.masked_fill(~learned_tokens(learned, tokens, device), ignored).to(labels)

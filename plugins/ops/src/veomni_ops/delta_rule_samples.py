@@ -156,7 +156,11 @@ class DeltaRuleSamples:
                 laid_out(each.detach(), layout)
                 for each in self._problem(draw, batch, length, heads, widths, 0.1, 0.1 if not norm else 1.0)
             ]
-            options = {"use_qk_l2norm_in_kernel": norm, "scale": scale, "output_final_state": "final" in states}
+            options: dict[str, Any] = {
+                "use_qk_l2norm_in_kernel": norm,
+                "scale": scale,
+                "output_final_state": "final" in states,
+            }
             ends = (0, 3, length - 1, length)
             if packed != "not":
                 options["cu_seqlens"] = _bounds_at(device, *ends, dtype=getattr(torch, packed))

@@ -286,7 +286,7 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
             indices = indices.clone()
             indices[:, ::3, 1] = -1
         call = laid_out(query.detach(), layout), keys, indices, scaling, values
-        return Sample("", call, *((problems.indexer(call, *loss), (INDEXER_LOSS,)) if loss else ()))
+        return Sample("", call, problems.indexer(call, *loss) if loss else {}, (INDEXER_LOSS,) if loss else ())
 
     shapes = {"batch": (1, 3), "queries": (9, 66), "more_keys": (0, 70), "top_k": (5, 130), "heads": (3, 16, 32)}
     kinds = {"holes": (False, True), "scaling": (0.1, 0.3), "layout": LAYOUTS}

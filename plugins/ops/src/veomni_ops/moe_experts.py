@@ -243,7 +243,7 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
         low, high = {"all": (0, 0), "not the first": (2, 0), "not the last": (0, -2), "some dropped": (-1, 1)}[routes]
         index = draw.integers(experts + high, tokens, choices, low=low)
         hidden, index, weights, *projections = _problem(draw, index, *widths, experts)
-        weights = leaf((weights.float() if router == "float32" else weights).detach() / choices)
+        weights = leaf((weights.float() if router == "float32" else weights).detach().clamp(max=1.0) / choices)
         turned = [
             w.transpose(1, 2).contiguous().transpose(1, 2) if layout == TRANSPOSED else w
             for w in map(Tensor.detach, projections)
@@ -252,7 +252,7 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
         if not rank:
             return Sample("", (states, index, weights, *map(leaf, turned)))
         adapters = {
-            name: adapter(draw, w, rank, 0.5) for name, w in zip(("gate_up_lora", "down_lora"), turned, strict=True)
+            name: adapter(draw, w, rank, 0.25) for name, w in zip(("gate_up_lora", "down_lora"), turned, strict=True)
         }
         return Sample("", (states, index, weights, *turned), adapters, needs=(LORA,))
 
@@ -260,8 +260,10 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     kinds = {"router": ("its own", "float32"), "layout": LAYOUTS}
     widths = ((40, 24), (48, 48), (64, 32), (80, 160), (320, 40))  # I = H and 2I = H don't say how weights lie
     routes = ("all", "not the first", "not the last", "some dropped")
-    for ranks in ((0,), (2, 16, 40)):
-        yield from together(make, **shapes, widths=widths[: 6 - len(ranks)], routes=routes, **kinds, rank=ranks)
+    for ranks in ((0,), (2, 16)):
+        yield from together(
+            make, **shapes, widths=widths[: 5 if ranks == (0,) else 3], routes=routes, **kinds, rank=ranks
+        )
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
