@@ -194,3 +194,17 @@ def test_a_mixer_whose_fused_step_computes_something_stays_eager(monkeypatch):
     [site, *_] = scan_sites(hybrid("bamba"))
     assert site.variant is None
     assert "in training it calls mamba2_split_conv1d_scan_combined, which computes something" in site.evidence
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"])
+def test_a_gated_norm_without_its_gate_runs_its_own_code(model_type):
+    model = hybrid(model_type)
+    path, norm = next(
+        (site.path, model.get_submodule(site.path)) for site in find_sites(model) if site.op_name == "rms_norm_gated"
+    )
+    x = torch.randn(2, 3, norm.weight.shape[0])
+    wanted = norm(x)
+    with bind(model, {"preset": "eager", "rms_norm_gated_implementation": "torch"}) as binding:
+        assert not binding.receipt.changed
+        assert torch.equal(norm(x), wanted) and torch.equal(norm(x, None), wanted)
+        assert "gate=None, which its proof does not cover" in binding.receipt.changed[path]

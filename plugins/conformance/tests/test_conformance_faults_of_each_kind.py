@@ -15,7 +15,15 @@ from veomni_conformance import check_kernel, huge_calls
 from veomni_conformance.report import CaseResult, ConformanceReport
 from veomni_conformance.subject import Subject
 from veomni_core import KernelOption, KernelSpec, OpSpec
-from veomni_ops import cross_entropy_loss, load_balancing_loss, moe_experts, rms_norm, rms_norm_gated, swiglu_mlp
+from veomni_ops import (
+    attention,
+    cross_entropy_loss,
+    load_balancing_loss,
+    moe_experts,
+    rms_norm,
+    rms_norm_gated,
+    swiglu_mlp,
+)
 from veomni_ops.contract import Contract, Draw, Sample, Size, Tolerance, leaf
 
 _kept: dict[object, torch.Tensor] = {}
@@ -252,6 +260,34 @@ def eight_layers(gate_logits, experts, top_k=2, mask=None):
     return load_balancing_loss.standard(gate_logits[:8], experts, top_k, mask)
 
 
+def narrow_heads_beside_padding(module, query, key, value, mask, **options):
+    output, _ = attention.standard(module, query, key, value, mask, **options)
+    narrow = mask is not None and mask.dim() == 2 and value.shape[-1] < query.shape[-1]
+    return output * (1.01 if narrow else 1.0), None
+
+
+def groups_of_eight_beside_softcap_and_sinks(module, query, key, value, mask, **options):
+    if module.num_key_value_groups >= 8 and options.get("s_aux") is not None:
+        options["softcap"] = None
+    return attention.standard(module, query, key, value, mask, **options)
+
+
+def square_projections_lie_transposed(hidden, index, weights, gate_up, down):
+    down = down.mT if down.shape[1] == down.shape[2] > 1 and len(down) < 16 else down
+    return moe_experts.standard(hidden, index, weights, gate_up, down)
+
+
+def other_ignored_labels_past_a_tile(hidden, weight, labels, bias=None, ignore_index=-100, *args, **options):
+    if ignore_index >= 0 and len(hidden) > 64:
+        ignore_index = -100
+    return cross_entropy_loss.causal(hidden, weight, labels, bias, ignore_index, *args, **options)
+
+
+def columns_that_fill_no_whole_tile(x, weight, eps):
+    width = x.shape[-1]
+    return rms_norm.standard(x, weight, eps) * (1.01 if width > 2048 and width % 64 == 0 and width % 2048 else 1.0)
+
+
 def with_mode_in_rows(mode, rows):
     return lambda gate, up: right(gate, up) * (1.01 if mode == "fast" and rows == 1 else 1.0)
 
@@ -273,6 +309,7 @@ _CLASSES = {"op": "cross_entropy_loss", "variant": "seq_cls"}
 _EXPERTS, _NORM, _GATED = {"op": "moe_experts"}, {"op": "rms_norm"}, {"op": "rms_norm_gated"}
 _BALANCE, _LOW = {"op": "load_balancing_loss"}, {"dtype": "bfloat16"}
 _TILES = {"largest": Size.BEYOND_A_TILE}
+_ATTENTION, _CAPPED = {"op": "attention"}, ("softcap", "sinks")
 _ROWS, _MODE = KernelOption("rows", 256, minimum=1), KernelOption("mode", "usual", choices=("usual", "fast"))
 SMALL = [
     (skips_chunks_that_begin_masked, "'many tokens, most of them masked': the result", _LOSS),
@@ -321,6 +358,11 @@ LARGER = [
     (gradients_of_empty_experts_at_the_end, "'193 experts, the last 43 empty': the gradient", _EXPERTS | _TILES),
     (aligned_widths_past_a_tile, "'aligned, past 128 tokens and columns': the result", _EXPERTS | _TILES),
     (eight_layers, "'33 layers': the result", _BALANCE | _TILES),
+    (narrow_heads_beside_padding, "'mask padding", _ATTENTION | {"features": ("padding_mask",)} | _TILES),
+    (groups_of_eight_beside_softcap_and_sinks, "('softcap', 'sinks')", _ATTENTION | {"features": _CAPPED} | _TILES),
+    (square_projections_lie_transposed, "widths (48, 48)", _EXPERTS | _TILES),
+    (other_ignored_labels_past_a_tile, "ignored 7", _LOSS | _TILES),
+    (columns_that_fill_no_whole_tile, "'5120 columns': the result", _NORM | _TILES),
     (balances_without_empty_experts, "'193 experts, many of them empty': the result", _BALANCE | _TILES),
 ]
 

@@ -52,7 +52,8 @@ class _Attention:
         self.kept = visible(scores, self.causal, window, *(self.bounds or (None, None)))
         scores = scores.masked_fill(~self.kept, float("-inf"))
         self.lse = scores.logsumexp(-1)
-        self.weights = scores.softmax(-1)
+        # Zeros of a query that sees no key, as the libraries write them.
+        self.weights = torch.where(self.kept.any(-1, keepdim=True), scores.softmax(-1), 0.0)
 
     @torch.autocast("cpu", enabled=False)
     def output(self) -> Tensor:

@@ -16,6 +16,7 @@ from transformers import StaticCache
 from models import build, step, tokens
 from veomni_conformance import check_kernel
 from veomni_core import bind
+from veomni_core.errors import VeOmniError
 from veomni_ops.attention import CONTRACTS, AttentionModule, standard
 from veomni_ops.attention_blocks import TORCH, Block
 
@@ -45,6 +46,7 @@ def test_each_adapter_computes_what_it_declares_and_refuses_the_rest(kernel, dty
     refused = {case.sample for case in report.cases if case.sample.endswith("(refused)")}
     contract = CONTRACTS["standard"]
     samples = [each for draw in (contract.samples, contract.beyond_a_tile) for each in draw(CPU, getattr(torch, dtype))]
+    samples = [each for each in samples if each.is_for(SPECS[name].features)]
     beyond = {each.name for each in samples if not {*each.needs} <= COMPUTED | OWN.get(name, set())}
     beyond |= {"heads of 256"} if name == "flash_attention_4" else set()
     assert refused == {f"{sample} (refused)" for sample in beyond | {"second derivatives"}}
@@ -89,6 +91,11 @@ def test_positions_that_restart_pack_each_row_of_a_batch(kernel):
         here = [each[row : row + 1] for each in inputs]
         alone, _ = kernel(AttentionModule(2), *here, None, position_ids=positions[row : row + 1])
         assert torch.equal(together[row], alone[0])
+    ends = torch.tensor([0, 4, 9, 15, 18], dtype=torch.int32)  # as a hybrid's layers get them
+    by_ends, _ = kernel(AttentionModule(2), *inputs, None, cu_seqlens_of_rows=ends)
+    assert torch.equal(by_ends, together)
+    with pytest.raises(VeOmniError, match="a padding mask or packed sequences, not both"):
+        kernel(AttentionModule(2), *inputs, torch.ones(2, 9, dtype=torch.long), cu_seqlens_of_rows=ends)
 
 
 @without_gpu

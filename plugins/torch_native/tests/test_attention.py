@@ -12,7 +12,7 @@ from veomni_conformance.given_kernels import definitions
 from veomni_core import OpsConfig, find_sites, plan_sites
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import PackedSequencesError
-from veomni_ops.attention import AttentionModule, standard
+from veomni_ops.attention import AttentionModule, standard, visible
 from veomni_torch import attention_in_fixed_order
 from veomni_torch.attention import sdpa
 from veomni_torch.plugin import veomni_kernels
@@ -104,8 +104,15 @@ def test_auto_leaves_attention_that_chooses_its_keys_to_the_model():
 
 def test_several_packed_rows_without_a_mask_are_refused_as_one_is():
     bounds = torch.tensor([0, 4, 9, 13, 18], dtype=torch.int32)
-    with pytest.raises(PackedSequencesError, match="keeps packed sequences apart by a mask alone"):
-        sdpa(AttentionModule(1), *(torch.randn(2, 2, 9, 8) for _ in range(3)), None, cu_seqlens_of_rows=bounds)
+    heads = [torch.randn(2, 2, 9, 8) for _ in range(3)]
+    seen = visible(torch.empty(18, 18), True, None, bounds, bounds).view(2, 9, 2, 9)
+    mask = torch.stack((seen[0, :, 0], seen[1, :, 1]))[:, None]
+    for kernel in (sdpa, attention_in_fixed_order.attention):
+        for padding in (None, torch.ones(2, 9, dtype=torch.bool)):
+            with pytest.raises(PackedSequencesError, match="keeps several packed rows apart by a mask alone"):
+                kernel(AttentionModule(1), *heads, padding, cu_seqlens_of_rows=bounds)
+        output, _ = kernel(AttentionModule(1), *heads, mask, cu_seqlens_of_rows=bounds)
+        torch.testing.assert_close(output, standard(AttentionModule(1), *heads, mask)[0])
 
 
 def test_padding_before_more_than_a_block_of_keys_changes_no_bits():

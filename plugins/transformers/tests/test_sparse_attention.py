@@ -93,6 +93,14 @@ def test_bound_equals_eager(model_type, attention):
     assert not any("indexer" in name for name in eager[1])
 
 
+def test_the_receipt_does_not_say_that_sdpa_runs_where_sparse_attention_does():
+    receipt = bind(made("deepseek_v32", "sdpa"), {"preset": "auto", "dsa_attention_implementation": "torch"}).receipt
+    (attention,) = [op for op in receipt.to_dict()["ops"] if op["op"] == "attention"]
+    assert (attention["bound"], attention["eager"][0]["runs"]) == (0, "sdpa")
+    text = " ".join(str(receipt).replace("│", " ").split())
+    assert "the model is set to sdpa" in text and "runs there" not in text
+
+
 @pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
 def test_packed_and_padded(model_type):

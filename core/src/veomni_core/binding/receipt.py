@@ -191,6 +191,6 @@ def _declared(op: OpDecision) -> int:
 def _eager_reasons(op: OpDecision) -> dict[str, list[str]]:
     reasons: dict[str, list[str]] = {}
     for decision in op.left_eager:
-        where = "" if decision.runs == EAGER else f"; {decision.runs} runs there, as the model is set to"
+        where = "" if decision.runs == EAGER else f"; the model is set to {decision.runs}"
         reasons.setdefault(decision.reason + where, []).append(decision.site.path)
     return reasons

@@ -40,7 +40,7 @@ def kernel(
     Raises:
         ValueError: a mask of another kind, dropout, a window, packed sequences, a softcap or sinks are requested.
     """
-    refuse("acme", options)
+    refuse("acme", options, attention_mask)
     asked = [name for name in ("sliding_window", "cu_seq_lens_q", "softcap", "s_aux") if options.get(name) is not None]
     if dropout or asked:
         raise ValueError(f"acme does not compute {' and '.join(asked or ['dropout'])}")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from veomni_core.errors import ConfigError
 from veomni_core.kernels import cast_as_autocast
 from veomni_npu.operators import npu
 from veomni_ops.attention import refuse
@@ -57,26 +58,26 @@ def standard(
         cu_seq_lens_k: As ``cu_seq_lens_q``.
 
     Raises:
-        ValueError: a softcap, sinks or a padding mask are requested; a sliding window comes without a mask; or packed
+        ConfigError: a softcap, sinks or a padding mask are requested; a sliding window comes without a mask; or packed
             sequences come with a sliding window, a batch size other than 1, or the boundaries of queries or keys alone.
     """
-    refuse("npu_fusion_attention", kwargs)
+    refuse("npu_fusion_attention", kwargs, attention_mask)
     query, key, value = map(cast_as_autocast, (query, key, value))
     asked = [name for name in _NOT_COMPUTED if kwargs.get(name) is not None]
     if asked:
-        raise ValueError(f"npu_fusion_attention does not compute {' and '.join(asked)}; choose eager")
+        raise ConfigError(f"npu_fusion_attention does not compute {' and '.join(asked)}; choose eager")
     causal = module.is_causal if is_causal is None else is_causal
     options = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "keep_prob": 1.0 - dropout}
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
-        raise ValueError("npu_fusion_attention needs cu_seq_lens_q and cu_seq_lens_k together; pass both")
+        raise ConfigError("npu_fusion_attention needs cu_seq_lens_q and cu_seq_lens_k together; pass both")
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         if attention_mask is not None and attention_mask.dim() != 4:
-            raise ValueError(f"npu_fusion_attention takes a mask of 4 dimensions, not {attention_mask.dim()}")
+            raise ConfigError(f"npu_fusion_attention takes a mask of 4 dimensions, not {attention_mask.dim()}")
         if attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window:
-            raise ValueError("npu_fusion_attention computes a sliding window only by a mask; pass a mask with it")
+            raise ConfigError("npu_fusion_attention computes a sliding window only by a mask; pass a mask with it")
         return _dense(query, key, value, attention_mask, causal, options), None
     if sliding_window is not None or query.shape[0] != 1:
-        raise ValueError(
+        raise ConfigError(
             "npu_fusion_attention computes packed sequences only in a batch of one and without a sliding window"
         )
     return _packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, causal, options), None
@@ -95,7 +96,10 @@ def _dense(
         query = query * options["scale"]
         options |= {"pse": mask.to(query.dtype).expand(*query.shape[:3], key.shape[2]), "scale": 1.0}
     # [B, H, S, D] to [B, S, H, D]
-    return _attend([heads.transpose(1, 2) for heads in (query, key, value)], "BSND", options)
+    output = _attend([heads.transpose(1, 2) for heads in (query, key, value)], "BSND", options)
+    if mask is None or mask.dtype != torch.bool:
+        return output
+    return output.masked_fill(~mask.any(-1).transpose(1, 2).unsqueeze(-1), 0.0)  # of a query that sees no key
 
 
 def _packed(

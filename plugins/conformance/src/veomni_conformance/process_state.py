@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import random
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,8 @@ from veomni_conformance.subject import Position, Subject
 
 _RANDOM: Mapping[str, Any] = {"is_of_random_numbers": True}
 RANDOM_STATES = ("torch's random state", "CUDA's random states", "Python's random state", "NumPy's random state")
-_LONG_ENOUGH = 0.02  # seconds, in which a thread that draws random numbers while a kernel is checked draws some
+# Seconds, in which a thread that draws random numbers while a kernel is checked draws some: on a busy machine, late.
+_LONG_ENOUGH, _ONE_LOOK = 0.5, 0.01
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,12 @@ class _Setting:
         return not self.same(self.read(), value) and not (self.is_of_random_numbers and self._changes_by_itself())
 
     def _changes_by_itself(self) -> bool:
-        now = self.read()
-        time.sleep(_LONG_ENOUGH)
-        return not self.same(self.read(), now)
+        now, looks = self.read(), int(_LONG_ENOUGH / _ONE_LOOK) if threading.active_count() > 1 else 0
+        for _ in range(looks):
+            time.sleep(_ONE_LOOK)
+            if not self.same(self.read(), now):
+                return True
+        return False
 
 
 class ProcessState:

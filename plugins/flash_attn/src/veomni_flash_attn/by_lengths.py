@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from veomni_core.errors import ConfigError
 from veomni_core.kernels import cast_as_autocast
 from veomni_flash_attn.limits import MULTIPLE, WIDEST_HEAD
 from veomni_flash_attn.packing import packing
@@ -83,6 +84,7 @@ def attend(
     max_length_q: Any = None,
     max_length_k: Any = None,
     position_ids: Tensor | None = None,
+    cu_seqlens_of_rows: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention op (:mod:`veomni_ops.attention`) with ``library``.
@@ -101,14 +103,15 @@ def attend(
         cu_seq_lens_k: ``[sequences + 1]``.
         max_length_q: The longest sequence. If it is missing or not an int, ``S`` serves as an upper bound.
         position_ids: ``[B, S]``.
+        cu_seqlens_of_rows: as ``cu_seq_lens_q``, of all rows put one after the other.
 
     Returns:
         ``[B, S, Hq, Dv]``, and ``None`` for the attention weights.
 
     Raises:
-        ValueError: the library can't compute the call.
+        ConfigError: the library can't compute the call.
     """
-    refuse(library.name, others)
+    refuse(library.name, others, attention_mask)
     # [B, H, S, D] to [B, S, H, D]
     query, key, value = (cast_as_autocast(each.transpose(1, 2)) for each in (query, key, value))
     options = Options(
@@ -121,12 +124,14 @@ def attend(
         sinks=s_aux,
     )
     given = packing(query, cu_seq_lens_q, cu_seq_lens_k)
+    if given is None and cu_seqlens_of_rows is not None:
+        given = (cu_seqlens_of_rows, cu_seqlens_of_rows)
     if given is not None and attention_mask is not None:
-        raise ValueError(
+        raise ConfigError(
             f"{library.name} takes a padding mask or packed sequences, not both; pack without padding and pass no mask"
         )
     if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(
+        raise ConfigError(
             f"{library.name} takes a padding mask [batch, keys] or none, not one of {tuple(attention_mask.shape)}; for "
             "masks of other shapes choose sdpa or flex_attention"
         )
@@ -138,7 +143,7 @@ def attend(
         bounds = _restarts(position_ids, query, key)
     packed = bounds is not None or attention_mask is not None
     if problems := library.refuses(query, value, options, packed):
-        raise ValueError(f"{library.name} does not compute {'; nor '.join(problems)}")
+        raise ConfigError(f"{library.name} does not compute {'; nor '.join(problems)}")
     if bounds is not None:
         output = library.packed(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), bounds, options)
         return output.unflatten(0, query.shape[:2]), None
@@ -176,8 +181,8 @@ def padded_to(width: int, *heads: Tensor) -> tuple[Tensor, ...]:
 def _padded(library: Library, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, options: Options) -> Tensor:
     """Remove the padding, compute the remaining tokens as packed sequences, and scatter the result back.
 
-    Queries at padded positions give zeros. If attention is causal, queries are the last of the ``kept.shape[1]``
-    positions; otherwise no query is padding.
+    Queries at padded positions give zeros. If attention is causal or has a window, queries are the last of the
+    ``kept.shape[1]`` positions, since the library aligns the last one with the last key; otherwise no query is padding.
 
     Args:
         query: ``[B, S, Hq, D]``.
@@ -188,12 +193,13 @@ def _padded(library: Library, query: Tensor, key: Tensor, value: Tensor, kept: T
     """
     batch, queries = query.shape[:2]
     length = kept.shape[1]
-    if length > key.shape[1] or (options.causal and queries > length):
-        raise ValueError(
+    aligned = options.causal or options.window is not None
+    if length > key.shape[1] or (aligned and queries > length):
+        raise ConfigError(
             f"{library.name} got a padding mask of {length} positions for {queries} queries and {key.shape[1]} keys; "
             "pass one with a position for each key"
         )
-    kept_queries = kept[:, -queries:] if options.causal else kept.new_ones(batch, queries)
+    kept_queries = kept[:, -queries:] if aligned else kept.new_ones(batch, queries)
     # Indices (batch, position) of the tokens that remain.
     of_query, of_key = (each.nonzero(as_tuple=True) for each in (kept_queries, kept))
     bounds = Bounds(_bounds(kept_queries), _bounds(kept), queries, length)

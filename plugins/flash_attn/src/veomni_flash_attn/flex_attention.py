@@ -12,6 +12,7 @@ from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from veomni_core.errors import ConfigError
 from veomni_core.kernels import cast_as_autocast
 from veomni_flash_attn.packing import packing
 from veomni_ops.attention import refuse
@@ -56,15 +57,15 @@ def standard(
         ``[B, S, Hq, Dv]``, and ``None`` for the attention weights.
 
     Raises:
-        ValueError: dropout is requested, or a bias or key selection that the contract doesn't have; packed sequences
+        ConfigError: dropout is requested, or a bias or key selection that the contract doesn't have; packed sequences
             have a batch size other than 1, or only one of ``cu_seq_lens_q`` and ``cu_seq_lens_k``.
     """
     if dropout:
-        raise ValueError("flex_attention does not compute dropout; set the model's attention_dropout to 0")
-    refuse("flex_attention", others)
+        raise ConfigError("flex_attention does not compute dropout; set the model's attention_dropout to 0")
+    refuse("flex_attention", others, attention_mask)
     query, key, value = map(cast_as_autocast, (query, key, value))
     if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(f"flex_attention wants one dtype, but got {query.dtype}, {key.dtype} and {value.dtype}")
+        raise ConfigError(f"flex_attention wants one dtype, but got {query.dtype}, {key.dtype} and {value.dtype}")
     bounds = packing(query, cu_seq_lens_q, cu_seq_lens_k)
     causal = module.is_causal if is_causal is None else is_causal
     padding = added = None
@@ -111,7 +112,8 @@ def standard(
         # An infinite sink gives NaN, as in a softmax: zeros would hide that a parameter has overflowed.
         kept = torch.sigmoid(aux.lse.transpose(1, 2) - (sinks + 0.0 * sinks))  # [B, S, Hq]
         output = (output * kept.unsqueeze(-1)).to(output.dtype)
-    if padding is not None and causal:  # zeros for padded queries, as FlashAttention gives
+    hides = sliding_window is not None and sliding_window < key.shape[2]
+    if padding is not None and (causal or hides):  # zeros for padded queries, as FlashAttention gives
         output = output * padding[:, -output.shape[1] :, None, None]
     return output.contiguous(), None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from veomni_core.errors import ConfigError
+
 
 def packing(query: Tensor, of_queries: Tensor | None, of_keys: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """The ``cu_seq_lens`` of queries and keys; ``None`` if the sequences are not packed.
@@ -14,13 +16,13 @@ def packing(query: Tensor, of_queries: Tensor | None, of_keys: Tensor | None) ->
         of_keys: ``cu_seq_lens_k``, ``[sequences + 1]``, or None.
 
     Raises:
-        ValueError: only one of the two is given, or the batch size is not 1.
+        ConfigError: only one of the two is given, or the batch size is not 1.
     """
     if of_queries is None and of_keys is None:
         return None
     if of_queries is None or of_keys is None:
         missing = "cu_seq_lens_q" if of_queries is None else "cu_seq_lens_k"
-        raise ValueError(f"packed sequences need cu_seq_lens_q and cu_seq_lens_k; {missing} is missing")
+        raise ConfigError(f"packed sequences need cu_seq_lens_q and cu_seq_lens_k; {missing} is missing")
     if query.shape[0] != 1:
-        raise ValueError(f"packed sequences need batch size 1, this batch has {query.shape[0]}; join its rows")
+        raise ConfigError(f"packed sequences need batch size 1, this batch has {query.shape[0]}; join its rows")
     return of_queries, of_keys

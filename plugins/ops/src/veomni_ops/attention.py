@@ -8,8 +8,8 @@ Whatever not every kernel computes is a feature. A kernel declares the features 
 for calls that need others:
 
 - ``dense_mask``: ``attention_mask[B, 1 or Hq, S, L]``, boolean (True is kept) or added to the scores;
-- ``padding_mask``: ``attention_mask[B, L]``, False at padding. With a causal mask, the output of a query at padding is
-  zero;
+- ``padding_mask``: ``attention_mask[B, L]``, False at padding. With a causal mask, or a window that hides something,
+  the output of a query at padding is zero;
 - ``sliding_window``: without a dense mask, ``sliding_window=W`` lets a query see its last W keys, including its own;
 - ``packed``: varlen attention. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int32 ``[sequences + 1]``) delimit the
   sequences in a batch of one;
@@ -50,7 +50,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_core.errors import ConfigError
+from veomni_core.errors import ConfigError, PackedSequencesError
 from veomni_ops.attention_samples import AttentionModule as AttentionModule
 from veomni_ops.attention_samples import alike, beyond_a_tile, large, samples
 from veomni_ops.contract import Contract, Tolerance, compute_dtype
@@ -62,6 +62,8 @@ MASK_FEATURES = {
     "flash_attention": "flash_attention_mask",
     "flex_attention": "flex_attention_mask",
 }
+# Of packed sequences: in a batch of one, and of all rows, put one after the other.
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens_of_rows")
 FEATURES_OF_OPTIONS = {
     "position_bias": "position_bias",
     "indices": "chosen_keys",
@@ -163,25 +165,30 @@ def standard(
         weights = scores.softmax(dim=-1).to(query.dtype)
     output = weights @ value
     output = (output if unseen is None else output.masked_fill(unseen, 0.0)).transpose(1, 2).contiguous()
-    if padding is not None and causal:
+    if padding is not None and (causal or (sliding_window or key.shape[2]) < key.shape[2]):
         output = output * padding.to(output.dtype)[:, -output.shape[1] :, None, None]
     return output, None
 
 
-def refuse(kernel: str, options: Mapping[str, Any]) -> None:
+def refuse(kernel: str, options: Mapping[str, Any], mask: Any = True) -> None:
     """Raise instead of silently ignoring options that the kernel does not compute.
+
+    Packed sequences, in one row or in several (:data:`BOUNDS`), are kept apart by a mask of queries and keys too. Where
+    the call has one, their boundaries are not asked for.
 
     Args:
         kernel: the kernel's name, for the message.
         options: the keyword arguments that the kernel does not compute; ``None`` counts as not given.
+        mask: the call's attention mask. Without this argument, boundaries are not looked at.
 
     Raises:
+        PackedSequencesError: there are boundaries of packed sequences, and no mask but one of padding.
         ConfigError: ``options`` has some of :data:`FEATURES_OF_OPTIONS`, or ``output_attentions`` asks for the weights;
             the message names ``kernel`` and the options.
 
     Example:
-        >>> refuse("acme", {"position_bias": None, "output_attentions": False})
-        >>> refuse("acme", {"position_bias": torch.zeros(1, 4, 3, 3)})
+        >>> refuse("acme", {"position_bias": None, "output_attentions": False}, mask=None)
+        >>> refuse("acme", {"position_bias": torch.zeros(1, 4, 3, 3)}, mask=None)
         Traceback (most recent call last):
             ...
         veomni_core.errors.ConfigError: acme does not compute `position_bias`; choose eager
@@ -190,6 +197,13 @@ def refuse(kernel: str, options: Mapping[str, Any]) -> None:
         raise ConfigError(f"{kernel} does not compute {' and '.join(asked)}; choose eager")
     if options.get("output_attentions"):
         raise ConfigError(f"{kernel} gives no attention weights; choose eager, or leave output_attentions out")
+    packed = {name for name in BOUNDS if options.get(name) is not None}
+    if packed and (mask is None or (isinstance(mask, Tensor) and mask.dim() < 4)):
+        what = "several packed rows" if packed == {BOUNDS[-1]} else "packed sequences"
+        raise PackedSequencesError(
+            f"{kernel} keeps {what} apart by a mask alone, and the model gave it none: choose flash_attention_2, 3 or "
+            "4, or flex_attention for a single row (attn_implementation), or pass each sequence alone"
+        )
 
 
 def visible(

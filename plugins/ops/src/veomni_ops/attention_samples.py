@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_ops.combinations import together
 from veomni_ops.contract import Alike, Draw, Sample, leaf
 from veomni_ops.memory_places import alone, far_apart, has_room
 
@@ -66,7 +67,7 @@ def beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """Calls that are larger than one tile of a kernel, with the arguments of :func:`samples`.
 
     Example:
-        >>> [s.name for s in beyond_a_tile(torch.device("cpu"), torch.float32) if "packed" in s.needs]
+        >>> [s.name for s in beyond_a_tile(torch.device("cpu"), torch.float32) if "packed" in s.needs][:2]
         ['nine packed sequences', 'nine packed sequences, window']
     """
     draw = Draw(device, dtype, seed=2)
@@ -93,6 +94,74 @@ def beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("sinks past 128 keys", inputs(), {"s_aux": leaf(draw.normal(4))}, needs=("sinks",))
     bias = {"position_bias": leaf(draw.normal(1, 4, 150, 150))}
     yield Sample("position bias past 128 keys", inputs(), bias, needs=("position_bias",))
+    yield from _combined_shapes(device, dtype)
+
+
+def _combined_shapes(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Of each kind of mask, shapes without options, and then with some. A kernel without an option misses no shape."""
+    draw = Draw(device, dtype, seed=8)
+
+    def make(
+        mask: str,
+        batch: int,
+        heads: tuple[int, int],
+        lengths: tuple[int, int],
+        widths: tuple[int, int],
+        causal: bool,
+        scaling: float | None,
+        options: tuple[str, ...] = (),
+        window: str = "",
+    ) -> Sample:
+        (queries, keys), (q_heads, k_heads), (width, value_width) = lengths, heads, widths
+        query = leaf(draw.normal(batch, queries, q_heads, width).transpose(1, 2))
+        _, key, value = _heads(draw, batch, q_heads, k_heads, keys, width, value_width)
+        needs: list[str] = []
+        given: Tensor | None = None
+        kw: dict[str, Any] = {"scaling": scaling, "is_causal": causal}
+        if "boolean" in mask or "added" in mask:
+            given = draw.normal(batch, q_heads if "head" in mask else 1, queries, keys).float() > 0
+            given[..., 0], given[-1, :, 1] = True, "empty rows" not in mask
+            given = draw.normal(*given.shape).masked_fill(~given, float("-inf")) if "added" in mask else given
+            needs += ["dense_mask"]
+        elif "padding" in mask:  # of three sequences, one is padding alone
+            kept = torch.arange(keys, device=device) < torch.tensor([[keys - 3], [0], [keys]], device=device)[:batch]
+            given = kept.flip(1) if "left" in mask else kept
+            needs += ["padding_mask"]
+        elif mask == "packed":
+            ends = [torch.tensor([0, 2, 2, each - 1, each, each], device=device) for each in lengths]
+            kw |= _packed(*(F.pad(each, (1, 0)).diff() for each in ends))
+            needs += ["packed"]
+        if "window" in options:
+            # One that hides something, since kernels without windows may take another for none. Without causal
+            # attention, windows have no meaning across: there is no query's own key.
+            kw["sliding_window"], needs = queries - 2 if window == "long" else 3, [*needs, "sliding_window"]
+            kw["is_causal"] = causal = causal or queries < keys
+        if "softcap" in options:
+            kw["softcap"], needs = 2.0, [*needs, "softcap"]
+            needs += ["softcap_by_lengths"] if "padding_mask" in needs or "packed" in needs else []
+        if "sinks" in options:
+            kw["s_aux"], needs = leaf(draw.normal(q_heads)), [*needs, "sinks"]
+        if "bias" in options:
+            kw["position_bias"], needs = leaf(draw.normal(1, q_heads, queries, keys)), [*needs, "position_bias"]
+        first = causal and given is None and mask == "no" and queries < keys
+        module = AttentionModule(q_heads // k_heads, from_the_first_key=first)
+        sizes = {"head_dim": widths[:1], "value_head_dim": widths[1:]}
+        not_with = BY_LENGTHS if first else ""
+        return Sample("", (module, query, key, value, given), kw, tuple(needs), sizes=sizes, not_with=not_with)
+
+    dense = ("boolean", "boolean per head", "boolean, empty rows", "added", "added per head")
+    both = {"causal": (True, False), "scaling": (None, 0.15)}
+    several = [each for count in (1, 2, 3) for each in combinations(("window", "softcap", "sinks"), count)]
+    for masks in (("no",), dense, ("padding", "padding left"), ("packed",)):
+        batch = (1,) if masks == ("packed",) else (1, 3)
+        heads, lengths = ((3, 3), (6, 2), (16, 1)), ((12, 12), (40, 130), (128, 128))
+        shapes: dict[str, Any] = {"mask": masks, "batch": batch, "heads": heads, "lengths": lengths}
+        yield from together(make, **shapes, widths=((80, 80), (96, 64), (40, 48)), **both)
+        shapes |= {"heads": heads[::2], "lengths": (*lengths[:2], (70, 70)), "widths": ((80, 80), (40, 48))}
+        options = [each for each in several if masks != dense or "window" not in each]
+        yield from together(make, **shapes, **both, options=options, window=("short", "long"))
+        if masks in (("no",), dense):
+            yield from together(make, **shapes | {"mask": masks[:2]}, **both, options=(("bias",),))
 
 
 def large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -205,6 +274,10 @@ def _widths(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     (query,) = _heads(draw, 1, 16, 2, 9, 96)[:1]
     (latent,) = _heads(draw, 1, 2, 2, 9, 96)[:1]
     yield Sample("a key that is the value", (AttentionModule(8), alone(query), latent, latent, None), values_only=True)
+    query, latent, _ = _heads(draw, 1, 2, 2, 9, 80)
+    yield Sample(
+        "ungrouped keys that are the values", (AttentionModule(1), query, latent, latent, None), values_only=True
+    )
     query, latent, _ = _heads(draw, 1, 16, 1, 7, 576)
     cut = leaf(latent.detach()[..., :512])  # in the key's memory
     yield Sample(
@@ -316,6 +389,9 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     # Some kernels take a window that hides nothing for none, which is right. What they can't take comes with it.
     yield edge("a window as long as the sequence, softcap", *window, "softcap", sliding_window=17, softcap=2.0)
     yield edge("a window longer than the sequence, sinks", *window, "sinks", sliding_window=100, s_aux=sinks())
+    for length in (17, 100):
+        alone_there = edge(f"a window of {length} for 17 keys", *window, sliding_window=length)
+        yield replace(alone_there, only_with="sliding_window")
 
     bounds = _packed(torch.tensor([4, 1, 0, 9, 6, 1], device=device))
     along, eight = (1, 4, 2, 21), (1, 16, 2, 21)

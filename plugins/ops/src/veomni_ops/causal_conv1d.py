@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_ops.combinations import together
 from veomni_ops.contract import Alike, Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 from veomni_ops.memory_places import alone
 
@@ -209,6 +210,26 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     packed = problems.packed([33, 32])
     aligned = problems.call(1, 1280, 65, bias=True)
     yield Sample("1280 channels", aligned, {"seq_idx": packed, "activation": "silu"})
+
+    def make(
+        batch: int, channels: int, length: int, width: int, bias: bool, activation: str | None, packed: str, layout: str
+    ) -> Sample:
+        x, *others = problems.call(batch, channels, length, width=width, bias=bias)
+        if layout == "positions last":
+            x = leaf(x.detach().contiguous())
+        elif layout == "a part of the channels":
+            x, others[0] = (
+                leaf(each.detach().repeat_interleave(2, at).narrow(at, 0, channels))
+                for each, at in ((x, 1), (others[0], 0))
+            )
+        rows = [[3, 1, length - 4], [length], [1, length - 1]][:batch]
+        numbers = {"seq_idx": problems.packed(*rows).to(getattr(torch, packed)) * 7} if packed != "not" else {}
+        return Sample("", (x, *others), {"activation": activation, **numbers})
+
+    shapes = {"batch": (1, 3), "channels": (24, 80), "length": (16, 72, 129), "width": (2, 3, 4), "bias": (False, True)}
+    layouts = ("channels last", "positions last", "a part of the channels")
+    kinds = {"activation": (None, "silu", "swish"), "packed": ("not", "int32", "int64"), "layout": layouts}
+    yield from together(make, **shapes, **kinds)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_core.kernels import IGNORED
+from veomni_ops.combinations import CONTIGUOUS, EVERY_OTHER, LAYOUTS, LEARNED, laid_out, learned_tokens, together
 from veomni_ops.contract import Alike, Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 from veomni_ops.vocabulary_parallel_loss import CONTRACT as VOCABULARY_PARALLEL
 
@@ -171,6 +172,33 @@ def _causal_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[
     few = {"num_items_in_batch": 64} if dtype == torch.float16 else {}  # as in _causal_large
     yield Sample("4096 tokens, all learned", _problem(draw, tokens=4096, hidden=8, vocabulary=33), few)
     yield Sample("one token past 2048", _problem(draw, tokens=2049, hidden=8, vocabulary=33, ignored=2040))
+    yield Sample("5120 words", _problem(draw, tokens=9, hidden=136, vocabulary=5120))
+
+    def make(
+        tokens: int,
+        hidden: int,
+        words: int,
+        learned: str,
+        bias: bool,
+        items: str,
+        softcap: float | None,
+        ignored: int,
+        scale: float | None,
+        labels: torch.dtype,
+        layout: str,
+    ) -> Sample:
+        states, weight, words_at = _problem(draw, tokens, hidden, words)
+        options: dict[str, Any] = {"ignore_index": ignored, "softcap": softcap, "scale": scale}
+        if items != "none":
+            options["num_items_in_batch"] = 150 if items == "a number" else torch.tensor(150, device=device)
+        own = words_at.masked_fill(~learned_tokens(learned, tokens, device), ignored).to(labels)
+        biases = [leaf(draw.normal(words))] if bias else []
+        return Sample("", (laid_out(states.detach(), layout), weight, own, *biases), options)
+
+    shapes = {"tokens": (7, 65, 193), "hidden": (32, 80, 192), "words": (50, 192, 320), "learned": LEARNED}
+    numbers = {"softcap": (None, 2.0, 30.0), "ignored": (IGNORED, 7), "scale": (None, 0.5)}
+    kinds = {"labels": (torch.int64, torch.int32), "layout": (CONTIGUOUS, EVERY_OTHER)}
+    yield from together(make, **shapes, bias=(False, True), items=("none", "a number", "a tensor"), **numbers, **kinds)
 
 
 def _causal_large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -216,6 +244,14 @@ def _seq_cls_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
 
 def _seq_cls_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
+    yield Sample("5120 classes", (leaf(draw.normal(3, 5120)), draw.integers(5120, 3)))
+
+    def make(rows: int, classes: int, learned: str, ignored: int, labels: torch.dtype, layout: str) -> Sample:
+        own = draw.integers(classes, rows).masked_fill(~learned_tokens(learned, rows, device), ignored).to(labels)
+        return Sample("", (laid_out(draw.normal(rows, classes), layout), own), {"ignore_index": ignored})
+
+    kinds = {"ignored": (IGNORED, 1), "labels": (torch.int64, torch.int32), "layout": LAYOUTS}
+    yield from together(make, rows=(7, 65, 193), classes=(3, 64, 192), learned=LEARNED, **kinds)
     yield Sample("past 4096 classes", (leaf(draw.normal(7, 5003)), draw.integers(5003, 7)))
     yield Sample("8192 classes", (leaf(draw.normal(3, 8192)), draw.integers(8192, 3)))
     yield Sample("many rows", (leaf(draw.normal(1025, 9)), draw.integers(9, 1025)))

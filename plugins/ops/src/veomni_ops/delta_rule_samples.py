@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veomni_ops.combinations import CONTIGUOUS, EVERY_OTHER, laid_out, together
 from veomni_ops.contract import Draw, Sample, Tolerance, as_tensors, leaf
 from veomni_ops.memory_places import alone
 
@@ -139,6 +140,42 @@ class DeltaRuleSamples:
         bounds, states = _bounds_at(device, 3, 3, 324, 325, 327, 330), _state(draw, 6, 2, 24, 40)
         problem = self._problem(draw, 1, 330, (1, 2), (24, 40), decay=0.05)
         yield Sample("packed, six chunks", problem, {"cu_seqlens": bounds, "initial_state": states, **kept})
+
+        def make(
+            batch: int,
+            length: int,
+            heads: tuple[int, int],
+            widths: tuple[int, int],
+            states: str,
+            norm: bool,
+            scale: float | None,
+            packed: str,
+            layout: str,
+        ) -> Sample:
+            call = [
+                laid_out(each.detach(), layout)
+                for each in self._problem(draw, batch, length, heads, widths, 0.1, 0.1 if not norm else 1.0)
+            ]
+            options: dict[str, Any] = {
+                "use_qk_l2norm_in_kernel": norm,
+                "scale": scale,
+                "output_final_state": "final" in states,
+            }
+            ends = (0, 3, length - 1, length)
+            if packed != "not":
+                options["cu_seqlens"] = _bounds_at(device, *ends, dtype=getattr(torch, packed))
+            if "initial" in states:
+                options["initial_state"] = _state(draw, batch if packed == "not" else len(ends), heads[1], *widths)
+            return Sample("", tuple(call), options)
+
+        shapes = {"length": (5, 70, 128), "heads": ((2, 2), (1, 3)), "widths": ((8, 8), (16, 24), (80, 40))}
+        kinds = {
+            "states": ("none", "initial", "final", "initial and final"),
+            "norm": (True, False),
+            "scale": (None, 0.3),
+        }
+        for batches, packed in (((1, 3), ("not",)), ((1,), ("int32", "int64"))):
+            yield from together(make, batch=batches, **shapes, **kinds, packed=packed, layout=(CONTIGUOUS, EVERY_OTHER))
 
     def large(self, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         """As a model has them."""

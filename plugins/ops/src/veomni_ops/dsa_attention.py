@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from veomni_core.kernels import cast_as_autocast
+from veomni_ops.combinations import LAYOUTS, laid_out, together
 from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 
 INDEXER_LOSS = "indexer_loss"  # the feature of kernels that also compute the indexer's loss
@@ -267,6 +268,30 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     call = problems.call(1, 70, 67, heads=16, widths=(40, 32))
     yield Sample("several tiles, the indexer's loss", call, problems.indexer(call, heads=17, width=24), (INDEXER_LOSS,))
     yield Sample("latents of 512 and 64 columns", problems.call(1, 33, 40, heads=16, widths=(576, 512)))
+
+    def make(
+        batch: int,
+        queries: int,
+        more_keys: int,
+        top_k: int,
+        heads: int,
+        widths: tuple[int, int],
+        holes: bool,
+        scaling: float,
+        layout: str,
+        loss: tuple[int, int] | None,
+    ) -> Sample:
+        query, keys, indices, _, values = problems.call(batch, queries, top_k, heads, widths, queries + more_keys)
+        if holes:
+            indices = indices.clone()
+            indices[:, ::3, 1] = -1
+        call = laid_out(query.detach(), layout), keys, indices, scaling, values
+        return Sample("", call, problems.indexer(call, *loss) if loss else {}, (INDEXER_LOSS,) if loss else ())
+
+    shapes = {"batch": (1, 3), "queries": (9, 66), "more_keys": (0, 70), "top_k": (5, 130), "heads": (3, 16, 32)}
+    kinds = {"holes": (False, True), "scaling": (0.1, 0.3), "layout": LAYOUTS}
+    for losses in ((None,), ((3, 8), (16, 64))):
+        yield from together(make, **shapes, widths=((24, 16), (80, 80), (96, 64)), **kinds, loss=losses)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

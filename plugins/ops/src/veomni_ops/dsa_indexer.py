@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from veomni_ops.combinations import together
 from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype
 
 
@@ -222,6 +223,31 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     yield Sample("several tiles of ties", problems.call(2, 161, 33, tied=True))
     yield Sample("several tiles in bools", problems.call(1, 131, 100, heads=64, width=128, as_bools=True))
     yield Sample("keys past a block", problems.call(1, 5, 130, keys=4100, tied=True))
+
+    def make(
+        batch: int,
+        queries: int,
+        more_keys: int,
+        heads: int,
+        width: int,
+        top_k: int,
+        bools: str,
+        ties: bool,
+        weights: torch.dtype,
+    ) -> Sample:
+        keys = queries + more_keys
+        query, key, own, visible, _ = problems.call(
+            batch, queries, top_k, heads, width, keys, (), bools != "ranges", ties
+        )
+        if bools == "transposed bools":
+            visible = visible.transpose(1, 2).contiguous().transpose(1, 2)
+        if bools == "ranges":
+            visible[:, :, 0] = visible[:, :, 1] // 2  # a window that moves
+        return Sample("", (query, key, own.to(weights), visible, top_k))
+
+    shapes = {"batch": (1, 3), "queries": (5, 70), "more_keys": (20, 100), "heads": (1, 5, 16), "width": (8, 80)}
+    kinds = {"bools": ("ranges", "bools", "transposed bools"), "ties": (False, True), "weights": (torch.float32, dtype)}
+    yield from together(make, **shapes, top_k=(2, 20, 128), **kinds)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

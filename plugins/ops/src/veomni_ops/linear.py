@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_ops.contract import Contract, Draw, Sample, Tolerance, leaf
+from veomni_ops.combinations import LAYOUTS, ROWS, laid_out, together
+from veomni_ops.contract import Contract, Draw, Sample, Tolerance, leaf, strided_oddly
 
 
 def standard(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -56,6 +57,17 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     for rows, width, outputs in ((131, 200, 150), (65, 1056, 129), (513, 40, 67)):
         weight = leaf(draw.normal(outputs, width, scale=width**-0.5))
         yield Sample(f"{rows} rows", (leaf(draw.normal(rows, width)), weight, leaf(draw.normal(outputs))))
+
+    def make(rows: tuple[int, ...], inputs: int, outputs: int, bias: bool, layout: str) -> Sample:
+        weight = leaf(draw.normal(outputs, inputs, scale=inputs**-0.5))
+        x = laid_out(draw.normal(*rows, inputs), layout) if rows else leaf(draw.normal(inputs))
+        return Sample("", (x, weight, *([leaf(draw.normal(outputs))] if bias else [])))
+
+    widths = {"inputs": (80, 192), "outputs": (64, 80)}
+    yield from together(make, rows=((), *ROWS), **widths, bias=(False, True), layout=LAYOUTS)
+    x, weight, bias = (draw.normal(*shape) for shape in ((1, 5, 96), (24, 96), (24,)))
+    call = leaf(strided_oddly(x)), leaf(weight), leaf(bias)
+    yield Sample("a batch of one, strided oddly", call, values_only=True)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_ops.combinations import together
 from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 
 
@@ -152,6 +153,15 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     # The last ones get no token.
     few = _logits(Draw(device, dtype, seed=1), 2, 97, 193, skew=-4.0)
     yield Sample("193 experts, many of them empty", (few, 193, 12))
+
+    def make(layers: int, shape: tuple[int, int], experts: int, top_k: int, mask: torch.dtype | None) -> Sample:
+        batch, length = shape
+        kept = torch.arange(length, device=device) < torch.tensor([[length // 2], [length], [0]], device=device)[:batch]
+        drawn = _logits(Draw(device, dtype, seed=8), layers, batch * length, experts, skew=1.0)
+        return Sample("", (drawn, experts, top_k, None if mask is None else kept.to(mask)))
+
+    shapes = {"layers": (1, 2, 7), "shape": ((1, 7), (2, 33), (3, 64)), "experts": (12, 96, 160), "top_k": (1, 2, 9)}
+    yield from together(make, **shapes, mask=(None, torch.int64, torch.bool, torch.float32))
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

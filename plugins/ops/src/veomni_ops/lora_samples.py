@@ -52,7 +52,7 @@ def with_adapters(maker: SampleMaker) -> SampleMaker:
                 each.detach() if place in (_GATE_UP, _DOWN) else each for place, each in enumerate(sample.args)
             )
             adapters = {
-                key: _adapter(draw, sample.args[place], *of)
+                key: adapter(draw, sample.args[place], *of)
                 for key, place, of in (("gate_up_lora", _GATE_UP, gate_up), ("down_lora", _DOWN, down))
                 if of is not None
             }
@@ -64,8 +64,14 @@ def with_adapters(maker: SampleMaker) -> SampleMaker:
     return samples
 
 
-def _adapter(draw: Draw, weight: Tensor, rank: int, scaling: float) -> Adapter:
-    """One whose product is about as large as the weight."""
+def adapter(draw: Draw, weight: Tensor, rank: int, scaling: float) -> Adapter:
+    """An adapter whose product is about as large as ``weight``.
+
+    Example:
+        >>> draw = Draw(torch.device("cpu"), torch.float32)
+        >>> [tuple(each.shape) for each in adapter(draw, torch.zeros(5, 6, 4), 3, 0.5)[:2]]
+        [(5, 3, 4), (5, 6, 3)]
+    """
     experts, rows, columns = weight.shape
     a = draw.normal(experts * rank, columns, scale=columns**-0.5).view(experts, rank, columns)
     b = draw.normal(rows, rank * experts, scale=rank**-0.5).view(rows, rank, experts).permute(2, 0, 1)

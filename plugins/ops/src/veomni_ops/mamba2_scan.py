@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_ops.combinations import CONTIGUOUS, EVERY_OTHER, together
 from veomni_ops.contract import Contract, Draw, Sample, Tolerance, as_tensors, compute_dtype, leaf
 from veomni_ops.memory_places import alone
 
@@ -288,6 +289,44 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     yield Sample("128 columns", call, {**problems.of_heads(), "return_final_states": True})
     packed = {"seq_idx": problems.packed([3, 321, 1, 2, 3]), **problems.of_heads(4), "return_final_states": True}
     yield Sample("packed, six chunks", problems.call(1, 330, (4, 2), (24, 40), decay=0.05), packed)
+
+    def make(
+        batch: int,
+        length: int,
+        heads: tuple[int, int],
+        widths: tuple[int, int],
+        packed: str,
+        states: str,
+        d: bool,
+        bias: bool,
+        softplus: bool,
+        limits: tuple[float, float],
+        layout: str,
+    ) -> Sample:
+        x, dt, A, B, C = problems.call(batch, length, heads, widths, 0.1)
+        dt = dt if softplus else _positive((x, dt))[1]
+        x, dt, B, C = (_every_other_token(each.detach()) if layout == EVERY_OTHER else each for each in (x, dt, B, C))
+        options = problems.of_heads(heads[0]) | {"dt_softplus": softplus, "dt_limit": limits}
+        options |= {} if d else {"D": None}
+        options |= {} if bias and softplus else {"dt_bias": None}
+        given = problems.states(batch, heads[0], *widths)
+        options |= {name: each for name, each in given.items() if name.split("_")[-2] in states}
+        rows = [[3, 1, length - 4], [length], [1, length - 1]][:batch]
+        numbers = {} if packed == "not" else {"seq_idx": problems.packed(*rows).to(getattr(torch, packed)) * 5}
+        return Sample("", (x, dt, A, B, C), options | numbers)
+
+    shapes = {
+        "batch": (1, 3),
+        "length": (5, 70, 128),
+        "heads": ((2, 1), (4, 2)),
+        "widths": ((6, 8), (80, 16), (24, 72)),
+    }
+    kinds = {"packed": ("not", "int32", "int64"), "states": ("none", "initial", "final", "initial and final")}
+    yes = (True, False)
+    limits = (UNLIMITED, (0.2, math.inf), (0.0, 0.4))
+    yield from together(
+        make, **shapes, **kinds, d=yes, bias=yes, softplus=yes, limits=limits, layout=(CONTIGUOUS, EVERY_OTHER)
+    )
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

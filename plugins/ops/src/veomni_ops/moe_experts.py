@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_ops.combinations import CONTIGUOUS, EVERY_OTHER, LAYOUTS, TRANSPOSED, laid_out, together
 from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, Tolerance, compute_dtype, leaf
-from veomni_ops.lora_samples import Adapter, with_adapters
+from veomni_ops.lora_samples import LORA, Adapter, adapter, with_adapters
 
 
 def standard(
@@ -162,7 +163,7 @@ def _with_biases(maker: SampleMaker, many: bool = False) -> SampleMaker:
             biases = (leaf(draw.normal(*shape, scale=scale)) for shape in shapes)
             limit = _OUT_OF_REACH if many else _limit(dtype)
             args = (hidden, *others, *biases, 1.702, limit, number % 2 == 0)
-            yield Sample(sample.name, args, values_only=sample.values_only)
+            yield Sample(sample.name, args, sample.kwargs, sample.needs, values_only=sample.values_only)
 
     return samples
 
@@ -198,6 +199,9 @@ def _clamped_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
         ("another alpha and offset, with biases", (bias, down_bias, 0.7, limit, False, 0.25)),
     ):
         yield Sample(name, (*problem, *options), values_only=True)
+    for alpha, offset in ((1.0, 0.0), (0.7, 1.0)):  # each with the other order of gate and up
+        name = f"interleaved, alpha {alpha} and an offset of {offset}"
+        yield Sample(name, (*problem, bias, down_bias, alpha, limit / 2, True, offset), values_only=True)
     # With inputs that are too small to reach the default limit.
     yield Sample("the default options", (leaf(hidden.detach() / 4), *problem[1:]), values_only=True)
 
@@ -225,6 +229,41 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     index = _distinct(draw, 129, 2, 3)
     index[:, 0] = 0  # 129 tokens of one expert: one more than two tiles of 64
     yield Sample("aligned, past 128 tokens and columns", _problem(draw, index, 256, 192, 3))
+
+    def make(
+        tokens: int,
+        choices: int,
+        experts: int,
+        widths: tuple[int, int],
+        routes: str,
+        router: str,
+        layout: str,
+        rank: int,
+    ) -> Sample:
+        low, high = {"all": (0, 0), "not the first": (2, 0), "not the last": (0, -2), "some dropped": (-1, 1)}[routes]
+        index = draw.integers(experts + high, tokens, choices, low=low)
+        hidden, index, weights, *projections = _problem(draw, index, *widths, experts)
+        weights = leaf((weights.float() if router == "float32" else weights).detach().clamp(max=1.0) / choices)
+        turned = [
+            w.transpose(1, 2).contiguous().transpose(1, 2) if layout == TRANSPOSED else w
+            for w in map(Tensor.detach, projections)
+        ]
+        states = laid_out(hidden.detach(), EVERY_OTHER if layout == EVERY_OTHER else CONTIGUOUS)
+        if not rank:
+            return Sample("", (states, index, weights, *map(leaf, turned)))
+        adapters = {
+            name: adapter(draw, w, rank, 0.25) for name, w in zip(("gate_up_lora", "down_lora"), turned, strict=True)
+        }
+        return Sample("", (states, index, weights, *turned), adapters, needs=(LORA,))
+
+    shapes = {"tokens": (5, 70, 130), "choices": (1, 3, 9, 17), "experts": (6, 20)}
+    kinds = {"router": ("its own", "float32"), "layout": LAYOUTS}
+    widths = ((40, 24), (48, 48), (64, 32), (80, 160), (320, 40))  # I = H and 2I = H don't say how weights lie
+    routes = ("all", "not the first", "not the last", "some dropped")
+    for ranks in ((0,), (2, 16)):
+        yield from together(
+            make, **shapes, widths=widths[: 5 if ranks == (0,) else 3], routes=routes, **kinds, rank=ranks
+        )
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

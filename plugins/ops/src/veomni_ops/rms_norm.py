@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from veomni_ops.combinations import LAYOUTS, ROWS, laid_out, together
 from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, Tolerance, compute_dtype, leaf, strided_oddly
 
 
@@ -143,7 +144,19 @@ def _samples(weighted: bool, weight_shift: float) -> SampleMaker:
 
 def _beyond_a_tile(weighted: bool, weight_shift: float) -> SampleMaker:
     shapes = {"past 2048 columns": (5, 5003), "16384 columns": (2, 16_384), "past 65535 rows": (65_601, 16)}
-    return _sized(shapes, weighted, weight_shift)
+    shapes["5120 columns"] = (3, 5120)  # aligned, and no whole number of tiles
+
+    def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        yield from _sized(shapes, weighted, weight_shift)(device, dtype)
+        draw = Draw(device, dtype, seed=8)
+
+        def make(rows: tuple[int, ...], width: int, eps: float, layout: str) -> Sample:
+            weight = leaf(draw.normal(width, scale=0.3, shift=weight_shift)) if weighted else None
+            return Sample("", (laid_out(draw.normal(*rows, width), layout), weight, eps))
+
+        yield from together(make, rows=ROWS, width=(80, 112, 272), eps=(1e-6, 1e-5, 1e-3), layout=LAYOUTS)
+
+    return samples
 
 
 def _large(weighted: bool, weight_shift: float) -> SampleMaker:

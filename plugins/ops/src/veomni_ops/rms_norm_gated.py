@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_ops.combinations import LAYOUTS, ROWS, laid_out, together
 from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, Tolerance, compute_dtype, leaf, strided_oddly
 
 
@@ -117,6 +118,22 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample(name, (x, gate, weight, eps), {"group_size": size}, values_only=True)
 
 
+def _beyond_a_tile(group_size: int | None) -> SampleMaker:
+    def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        yield from _sized(_BEYOND_A_TILE, group_size)(device, dtype)
+        draw = Draw(device, dtype, seed=8)
+
+        def make(rows: tuple[int, ...], groups: int, size: int, eps: float, layout: str, gate: str) -> Sample:
+            x, gates = (laid_out(draw.normal(*rows, groups * size), how) for how in (layout, gate))
+            weight = leaf(draw.normal(groups * size, scale=0.3, shift=1.0))
+            return Sample("", (x, gates, weight, eps), {"group_size": size if groups > 1 else None})
+
+        shapes = {"rows": ROWS, "groups": (1, 3, 10), "size": (16, 24, 80)}
+        yield from together(make, **shapes, eps=(1e-6, 1e-5, 1e-3), layout=LAYOUTS, gate=LAYOUTS)
+
+    return samples
+
+
 def _sized(shapes: dict[str, tuple[int, int]], group_size: int | None) -> SampleMaker:
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         draw = Draw(device, dtype)
@@ -132,6 +149,7 @@ def _sized(shapes: dict[str, tuple[int, int]], group_size: int | None) -> Sample
 _BEYOND_A_TILE = {
     "past 2048 columns in groups": (5, 4128),
     "16384 columns": (2, 16_384),
+    "5120 columns": (3, 5120),
     "past 65535 rows": (65_601, 32),
 }
 _LARGE = {"a model's rows": (16_387, 4096)}
@@ -159,7 +177,7 @@ def _contract(variant: str, reference: Callable[..., Tensor], group_size: int | 
         values=VALUES,
         gradients=GRADIENTS,
         rounding=ROUNDING,
-        beyond_a_tile=_sized(_BEYOND_A_TILE, group_size),
+        beyond_a_tile=_beyond_a_tile(group_size),
         large=_sized(_LARGE, group_size and _LARGE_GROUP),
         rows=("x", "gate"),
     )

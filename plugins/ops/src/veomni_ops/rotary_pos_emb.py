@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from veomni_ops import combinations
 from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, leaf
 from veomni_ops.memory_places import alone
 from veomni_ops.rotation import VALUES, AngleLayout, Turn, rotate_half, rotate_pairs, turned
@@ -253,6 +254,36 @@ class _Drawn:
             call = (*self.heads(batch, counts, length, head), *self.angles(batch, length, head, rotated))
             yield Sample(name, call, values_only=values_only)
 
+    def together(self) -> Iterator[Sample]:
+        """With ``values_only``: shapes, layouts and kinds of angles, each two of them."""
+
+        def make(
+            batch: int,
+            heads: tuple[int, int],
+            length: int,
+            width: int,
+            quarters: int,
+            first: str,
+            layout: str,
+            angles: str,
+        ) -> Sample:
+            shapes = [(length, count) if first == "sequence" else (count, length) for count in heads[: self._arity]]
+            tensors = (combinations.laid_out(self._draw.normal(batch, *shape, width), layout) for shape in shapes)
+            kind = torch.float32 if "float32" in angles else None
+            call = (
+                *tensors,
+                *self.angles(1 if "shared" in angles else batch, length, width, width * quarters // 4, kind),
+            )
+            return Sample("", call, {"unsqueeze_dim": 2} if first == "sequence" else {})
+
+        shapes = {"batch": (1, 3, 5), "heads": ((5, 1), (16, 2), (1, 1)), "length": (10, 66), "width": (80, 96, 144)}
+        kinds = {
+            "first": ("heads", "sequence"),
+            "layout": combinations.LAYOUTS,
+            "angles": ("own", "shared", "own float32", "shared float32"),
+        }
+        yield from combinations.together(make, **shapes, quarters=(1, 2, 3), **kinds)
+
     def edges(self) -> Iterator[Sample]:
         """With ``values_only``: widths and counts, and arguments of kinds that models seldom pass."""
         yield from self.shaped(_EDGES, values_only=True)
@@ -271,7 +302,10 @@ class _Drawn:
 
 def _shaped(shapes: tuple[_Shape, ...], arity: int, whole: bool, layout: AngleLayout) -> SampleMaker:
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-        yield from _Drawn(Draw(device, dtype), arity, whole, layout).shaped(shapes)
+        drawn = _Drawn(Draw(device, dtype), arity, whole, layout)
+        yield from drawn.shaped(shapes)
+        if shapes is _BEYOND_A_TILE:
+            yield from drawn.together()
 
     return samples
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from veomni_ops.combinations import LAYOUTS, laid_out, together
 from veomni_ops.contract import Contract, Draw, Sample, compute_dtype, leaf
 from veomni_ops.memory_places import alone
 from veomni_ops.rotation import VALUES, AngleLayout, Turn, rotate_half, rotate_pairs, turned
@@ -115,6 +116,20 @@ def _patches(device: torch.device, dtype: torch.dtype, whole: bool, shapes: tupl
         spread = AngleLayout.UNRELATED.spread(draw.normal(count, rotated // 2, scale=2.0).float())
         q, k = (leaf(draw.normal(count, heads, width)) for _ in range(2))
         yield Sample(f"{count} patches", (q, k, spread.cos().to(dtype), spread.sin().to(dtype)))
+    if shapes is not _BEYOND_A_TILE:
+        return
+
+    def make(patches: tuple[int, ...], heads: int, width: int, layout: str, angles: str) -> Sample:
+        tensors = (laid_out(draw.normal(*patches, heads, width), layout) for _ in "qk")
+        pairs = (width if whole else _PARTS[width]) // 2
+        own = patches if "shared" not in angles else patches[-1:]
+        spread = AngleLayout.UNRELATED.spread(draw.normal(*own, pairs, scale=2.0).float())
+        kind = torch.float32 if "float32" in angles else dtype
+        return Sample("", (*tensors, spread.cos().to(kind), spread.sin().to(kind)))
+
+    kinds = {"layout": LAYOUTS, "angles": ("own", "shared", "own float32", "shared float32")}
+    patches = ((10,), (66,), (3, 10), (2, 3, 5))
+    yield from together(make, patches=patches, heads=(1, 3, 16), width=(72, 80, 96, 128), **kinds)
 
 
 _Shape = tuple[int, int, int]  # patches, heads, a head's width

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_ops.combinations import LAYOUTS, ROWS, laid_out, together
 from veomni_ops.contract import Contract, Draw, Sample, Tolerance, leaf, strided_oddly
 
 
@@ -109,6 +110,12 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     yield Sample("past 2048 columns", (leaf(draw.normal(3, 5003)), leaf(draw.normal(3, 5003))))
     yield Sample("16384 columns", (leaf(draw.normal(2, 16_384)), leaf(draw.normal(2, 16_384))))
     yield Sample("past 65535 rows", (leaf(draw.normal(65_601, 8, scale=0.5)), leaf(draw.normal(65_601, 8))))
+    yield Sample("5120 columns", (leaf(draw.normal(3, 5120)), leaf(draw.normal(3, 5120))))
+
+    def make(rows: tuple[int, ...], width: int, layout: str, up: str) -> Sample:
+        return Sample("", tuple(laid_out(draw.normal(*rows, width), how) for how in (layout, up)))
+
+    yield from together(make, rows=ROWS, width=(80, 112, 272), layout=LAYOUTS, up=LAYOUTS)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

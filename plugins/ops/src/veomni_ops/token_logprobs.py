@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_core.kernels import IGNORED
+from veomni_ops.combinations import CONTIGUOUS, EVERY_OTHER, LEARNED, laid_out, learned_tokens, together
 from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 
 LOGPROBS, ENTROPY, TOP1, MEAN_LOGIT, LOG_SUM_SQUARES = "logprobs", "entropy", "top1", "mean_logit", "log_sum_squares"
@@ -220,6 +221,40 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     yield Sample("a long prompt", _problem(draw, tokens=1217, hidden=16, vocabulary=40, ignored=1100), both)
     yield Sample("4096 tokens, all learned", _problem(draw, tokens=4096, hidden=8, vocabulary=33), both)
     yield Sample("one token past 2048", _problem(draw, tokens=2049, hidden=8, vocabulary=33, ignored=2040), both)
+    yield Sample("5120 words", _problem(draw, tokens=9, hidden=136, vocabulary=5120))
+
+    def make(
+        tokens: int,
+        hidden: int,
+        words: int,
+        learned: str,
+        bias: bool,
+        temperature: str,
+        softcap: float | None,
+        ignored: int,
+        scale: float | None,
+        labels: torch.dtype,
+        outputs: tuple[str, ...],
+        layout: str,
+    ) -> Sample:
+        states, weight, own = _decided(draw, tokens, words, hidden)
+        each = draw.normal(tokens).float().abs() + 0.5 if temperature == "per token" else float(temperature)
+        own = own.clamp_min(0).masked_fill(~learned_tokens(learned, tokens, device), ignored).to(labels)
+        first = 3.0 * (torch.arange(words, device=device) == 0).to(dtype)  # a bias decides which word is the likeliest
+        biases = [leaf(draw.normal(words, scale=0.1) + first)] if bias else []
+        options = {"temperature": each, "softcap": softcap, "scale": scale, "ignore_index": ignored, "outputs": outputs}
+        needs = tuple(name for name in outputs if name not in DIFFERENTIABLE)
+        return Sample("", (laid_out(states.detach(), layout), weight, own, *biases), options, needs)
+
+    shapes = {"tokens": (7, 65, 193), "hidden": (32, 80, 192), "words": (50, 192, 320), "learned": LEARNED}
+    numbers = {"softcap": (None, 2.0), "ignored": (IGNORED, 7), "scale": (None, 0.5)}
+    kinds = {
+        "temperature": ("1", "0.7", "per token"),
+        "labels": (torch.int64, torch.int32),
+        "layout": (CONTIGUOUS, EVERY_OTHER),
+    }
+    for outputs in ((OUTPUTS[:1], OUTPUTS[:2], OUTPUTS[1:2]), (OUTPUTS, (TOP1, LOGPROBS))):
+        yield from together(make, **shapes, bias=(False, True), **numbers, **kinds, outputs=outputs)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -239,14 +274,14 @@ def _problem(
     return leaf(draw.normal(tokens, hidden)), leaf(weight), labels
 
 
-def _decided(draw: Draw) -> tuple[Tensor, ...]:
+def _decided(draw: Draw, tokens: int = 16, words: int = 64, hidden: int = 32) -> tuple[Tensor, ...]:
     """Tokens whose first word is clear in any dtype: each hidden state points along its label's row, or against it."""
-    labels, weight = draw.integers(64, 16), draw.normal(64, 32, scale=32**-0.5)
-    towards = torch.tensor([2.0, -2.0] * 8, device=draw.device, dtype=draw.dtype).unsqueeze(1)
-    hidden = weight[labels] * towards
+    labels, weight = draw.integers(words, tokens), draw.normal(words, hidden, scale=hidden**-0.5)
+    towards = 2.0 - 4.0 * (torch.arange(tokens, device=draw.device) % 2).unsqueeze(1).to(draw.dtype)
+    states = weight[labels] * towards
     labels = labels.clone()
     labels[:3] = IGNORED
-    return leaf(hidden), leaf(weight), labels
+    return leaf(states), leaf(weight), labels
 
 
 # In low precision every logit is rounded first. In bf16 the rounding error of a logit of 60 is up to an eighth, which

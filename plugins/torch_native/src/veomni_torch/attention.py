@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from veomni_core.errors import PackedSequencesError
+from veomni_core.errors import ConfigError
 from veomni_core.kernels import ALIGNMENT, aligned, autocast_off, begins_aligned, cast_as_autocast
 from veomni_ops.attention import refuse
 from veomni_ops.attention_blocks import TORCH
@@ -32,8 +32,6 @@ def sdpa(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """``softmax(scaling * query @ key.T + mask) @ value``, as ``[B, S, Hq, Dv]``, and ``None`` for the weights.
@@ -51,9 +49,9 @@ def sdpa(
 
     Raises:
         PackedSequencesError: packed sequences come without a mask.
-        ValueError: a softcap, sinks or a padding mask ``[B, L]`` is requested; a window comes without a mask; an option
-            chooses keys by sparse attention, or sinks per query; or, on a GPU, a mask covers more than 2**32 pairs of
-            positions.
+        ConfigError: a softcap, sinks or a padding mask ``[B, L]`` is requested; a window comes without a mask; an
+            option chooses keys by sparse attention, or sinks per query; or, on a GPU, a mask covers more than 2**32
+            pairs of positions.
     """
     masked = attention_mask is not None
     refused = {
@@ -62,16 +60,10 @@ def sdpa(
         "a mask of other than 4 dimensions": masked and attention_mask.dim() != 4,  # type: ignore[union-attr]
         "a sliding window without a mask": sliding_window is not None and not masked and key.shape[2] > sliding_window,
     }
-    refuse("sdpa", {name: given for name, given in options.items() if name not in _COMPUTED})
+    refuse("sdpa", {name: given for name, given in options.items() if name not in _COMPUTED}, attention_mask)
     if any(refused.values()):
         asked = " and ".join(what for what, is_asked in refused.items() if is_asked)
-        raise ValueError(f"sdpa does not compute {asked}; choose flash_attention_2, 3 or 4, or flex_attention")
-    bounds = (cu_seq_lens_q, cu_seq_lens_k, options.get("cu_seqlens_of_rows"))
-    if not masked and any(each is not None for each in bounds):
-        raise PackedSequencesError(
-            "sdpa keeps packed sequences apart by a mask alone, and the model gave it none: choose flash_attention_2, "
-            "3 or 4, or flex_attention (attn_implementation), or pass each sequence alone"
-        )
+        raise ConfigError(f"sdpa does not compute {asked}; choose flash_attention_2, 3 or 4, or flex_attention")
     causal = getattr(module, "is_causal", True) if options.get("is_causal") is None else bool(options["is_causal"])
     bias = options.pop("position_bias", None)
     if bias is not None:
@@ -128,7 +120,7 @@ def _on_a_gpu(
     mask = attention_mask
     if mask is not None:
         if query.shape[2] * key.shape[2] > _MOST_PAIRS:
-            raise ValueError(
+            raise ConfigError(
                 f"sdpa with a mask takes at most 2**32 pairs of positions, this call has {query.shape[2]} queries and "
                 f"{key.shape[2]} keys; choose flash_attention_2, 3 or 4, or flex_attention"
             )

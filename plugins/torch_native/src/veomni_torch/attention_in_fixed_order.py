@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, library
 from torch.nn import functional as F
 
+from veomni_core.errors import ConfigError
 from veomni_core.kernels import first_derivatives_only, product_operands
 from veomni_ops.attention import refuse, visible
 from veomni_ops.contract import compute_dtype
@@ -51,9 +52,9 @@ def attention(
         s_aux: a score per head ``[Hq]``, whose weight is dropped.
 
     Raises:
-        ValueError: dropout, a mask of other than 4 dimensions or with a gradient, or sinks per query are given.
+        ConfigError: dropout, a mask of other than 4 dimensions or with a gradient, or sinks per query are given.
     """
-    refuse("fixed_order", options)
+    refuse("fixed_order", options, attention_mask)
     masked = attention_mask is not None
     refused = {
         "dropout": dropout > 0,
@@ -62,7 +63,7 @@ def attention(
     }
     if any(refused.values()):
         asked = " and ".join(what for what, is_asked in refused.items() if is_asked)
-        raise ValueError(f"fixed_order does not compute {asked}; choose eager or sdpa (attn_implementation)")
+        raise ConfigError(f"fixed_order does not compute {asked}; choose eager or sdpa (attn_implementation)")
     query, key, value = product_operands("fixed_order", query=query, key=key, value=value)
     if attention_mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)

@@ -36,16 +36,28 @@ def with_own_signature(module: nn.Module, bound: FunctionType) -> Function:
     """Wrap ``bound``, a function of ``self`` and tensors, so that it is called like the forward of the module's class.
 
     The arguments get the names that they have in the module's own forward. A proof does not cover that forward's
-    optional arguments: a call that sets one runs the module's own code, and the receipt says so. A forward without
-    optional arguments needs no such check, so its calls cost nothing more.
+    optional arguments: a call that sets one runs the module's own code, and the receipt says so. So does a call without
+    the second tensor, where that may be left out. A forward without optional arguments needs no such check, so its
+    calls cost nothing more.
     """
     own, proven = type(module).forward, bound.__code__.co_argcount - 1
     parameters = _parameters(module)
     first = parameters[:proven]
     further = {each.name: each.default for each in parameters[proven:]}
+    if proven == 2 and not _is_required(first[1]):
+        bound = _unless_left_out(bound, own, first[1])
     if not further:
         return _renamed(bound, first, own)
     return _renamed(_ARITIES[proven - 1](bound, own, further), first, own)
+
+
+def _unless_left_out(bound: Function, own: Function, second_parameter: inspect.Parameter) -> Any:
+    name, default = second_parameter.name, second_parameter.default
+
+    def forward(self: nn.Module, first: Any, second: Any) -> Any:
+        return _run_own(own, self, first, **{name: second}) if second is default else bound(self, first, second)
+
+    return forward
 
 
 def _of_one(bound: Function, own: Function, further: dict[str, Any]) -> Any:
@@ -86,7 +98,8 @@ def _sets_any(kwargs: dict[str, Any], further: dict[str, Any]) -> bool:
 def _run_own(own: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if (classes := made_by(module)) is not None:
         path = classes.paths.get(module, f"a copy of a bound {type(module).__name__}")
-        given = ", ".join(kwargs) or "further positional arguments"
+        given = ", ".join(f"{name}=None" if value is None else name for name, value in kwargs.items())
+        given = given or "further positional arguments"
         classes.note(path, f"it was called with {given}, which its proof does not cover", "in such calls")
     return own(module, *args, **kwargs)
 
