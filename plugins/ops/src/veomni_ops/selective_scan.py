@@ -225,7 +225,8 @@ def _edges(problems: _Problems) -> Iterator[Sample]:
     sudden[..., 5::9] = 200.0  # nearly everything is forgotten here, and what comes after is as exact as ever
     yield edge("forgets at once", (x, leaf(sudden), A, B, C))
     yield edge("no decay", (x, dt, leaf(torch.zeros_like(A)), B, C), dt_bias=None)
-    yield edge("time steps as they come, and a bias", (x, leaf(dt.detach().sigmoid()), A, B, C), dt_softplus=False)
+    above = leaf(dt.detach().sigmoid() + 2.0)  # so that each is above 0 with its bias: others let a state grow
+    yield edge("time steps as they come, and a bias", (x, above, A, B, C), dt_softplus=False)
     yield edge("without D and a gate", problems.call(2, 20), D=None, z=None)
     yield edge("one column", problems.call(3, 5, state=1), initial_states=None)
     x, dt, A, B, _ = problems.call(1, 12)
