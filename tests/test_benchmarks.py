@@ -208,8 +208,6 @@ def test_a_result_file_s_table_is_what_its_figures_give(name, shared, tmp_path, 
         shared("chunk_gated_delta_rule.triton_chunk_gated_delta_rule").write(name, wanted)
     elif "selective" in name:
         shared("mamba2_scan.triton_selective_scan").write(name, wanted)
-    elif "selective" in name:
-        shared("mamba2_scan.triton_selective_scan").write(name, wanted)
     elif "mamba2" in name:
         shared("mamba2_scan.triton_mamba2_scan").write(name, wanted)
     else:

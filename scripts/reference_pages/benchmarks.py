@@ -222,7 +222,9 @@ TABLES: dict[str, dict[str, Table]] = {
             "^(?!.*of 80)",
             across="kernel",
         ),
-        "selective_scan": Table("triton_selective_scan_h200", ("shape", "kernel"), ("forward ms", _CALLED, "saved MiB")),
+        "selective_scan": Table(
+            "triton_selective_scan_h200", ("shape", "kernel"), ("forward ms", _CALLED, "saved MiB")
+        ),
         "cpu": Table("mamba2_scan", _SHAPE, _BESIDE, "^chunked.*256, float"),
     },
     "moe_experts": {
