@@ -218,9 +218,11 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
         if layout == "positions last":
             x = leaf(x.detach().contiguous())
         elif layout == "a part of the channels":
+            weight = others[0]
+            assert weight is not None
             x, others[0] = (
                 leaf(each.detach().repeat_interleave(2, at).narrow(at, 0, channels))
-                for each, at in ((x, 1), (others[0], 0))
+                for each, at in ((x, 1), (weight, 0))
             )
         rows = [[3, 1, length - 4], [length], [1, length - 1]][:batch]
         numbers = {"seq_idx": problems.packed(*rows).to(getattr(torch, packed)) * 7} if packed != "not" else {}

@@ -145,8 +145,9 @@ def check_call(
         if given is not None and list(given.shape) != wanted:
             raise ValueError(f"selective_scan: {name} is {list(given.shape)}; give {wanted}")
     if seq_idx is not None and seq_idx.is_floating_point():
-        given = f"seq_idx is {seq_idx.dtype}"
-        raise ValueError(f"selective_scan: {given}; give integers, the number of each token's sequence")
+        raise ValueError(
+            f"selective_scan: seq_idx is {seq_idx.dtype}; give integers, the number of each token's sequence"
+        )
 
 
 class _Problems:
