@@ -106,7 +106,7 @@ def fused_forward(module: nn.Module) -> FunctionType | None:
 def scores_of(module: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     """Log-probabilities of ``labels[...]`` by the function of ``module``'s fused head, from ``hidden[..., H]``."""
     own = fused_forward(module)
-    assert own is not None, "asked of modules with a fused head alone"
+    assert own is not None, "only modules with a fused head have one"
     head, captured = module.get_output_embeddings(), inspect.getclosurevars(own).nonlocals
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     options = (captured["temperature"], 32768, captured["final_logit_softcapping"], captured["logit_scale"])

@@ -18,11 +18,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
 
-from veomni_bridges.trl_heads import fused_forward, scores_of
 from veomni_core import binding_of
 from veomni_core.errors import ConformanceError
+from veomni_trainer.job.method_packages import require_trl
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.output.metrics import Row
+
+require_trl(__name__)
+
+from veomni_bridges.trl_heads import fused_forward, scores_of  # noqa: E402
 
 _logger = logging.getLogger(__name__)
 SCORES = "rollout_logps"  # by which a batch has the log-probabilities of its rollout

@@ -17,7 +17,6 @@ from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.method_inputs import MethodInputs
 from veomni_trainer.job.method_packages import require_trl
 from veomni_trainer.job.train_section import TrainSection
-from veomni_trainer.loop.rollout_parity import SCORES, RolloutParity, at_positions_of_generation
 from veomni_trainer.loop.sharded_trainer import ShardedTrainer
 from veomni_trainer.loop.trainer import JobTrainer
 from veomni_trainer.output.metrics import Row
@@ -33,6 +32,8 @@ require_trl(__name__)
 
 import trl  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model  # noqa: E402
+
+from veomni_trainer.loop.rollout_parity import SCORES, RolloutParity, at_positions_of_generation  # noqa: E402
 
 _CHOICES = "router_choices"  # by which a batch has the experts that its tokens were drawn with
 # What TRL counts beside its curves; a row has its own figures of these.

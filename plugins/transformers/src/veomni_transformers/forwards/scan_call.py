@@ -23,7 +23,7 @@ def scan_call(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         ValueError: in a call, with a gate ``z``, which transformers' own functions don't read; with ``cu_seqlens``,
-            which isn't how models are told of boundaries; or if ``cu_seq_lens_q`` comes with a batch of several rows.
+            by which models don't pass boundaries; or if ``cu_seq_lens_q`` comes with a batch of several rows.
     """
 
     def mamba2_chunk_scan(
@@ -76,7 +76,7 @@ def selective_scan_call(kernel: Callable[..., Any]) -> Callable[..., Any]:
     Which of its own ways to compute it a model asks for changes no result, and is dropped like other arguments unread.
 
     Raises:
-        ValueError: in a call, with ``cu_seqlens``, which isn't how models are told of boundaries; or if
+        ValueError: in a call, with ``cu_seqlens``, by which models don't pass boundaries; or if
             ``cu_seq_lens_q`` comes with a batch of several rows.
     """
 

@@ -1,7 +1,7 @@
 """Where a router chooses, and how other experts are put there: the router's own code weighs them.
 
-While a :class:`Forced` is entered, one of the calls of ``topk`` in a router gives the indices that it is told, and the
-values that the scores have there. All else is the router's own arithmetic, with its own gradients.
+While a :class:`Forced` is entered, one of the calls of ``topk`` in a router gives the given indices, and the values
+that the scores have there. All else is the router's own arithmetic, with its own gradients.
 """
 
 from __future__ import annotations

@@ -47,6 +47,31 @@ def _load_keys(keys, begin_K, is_key_K, column_C, end):
 
 
 @triton.jit
+def _logits(
+    query,
+    keys,
+    row,
+    head_H,
+    heads,
+    begin_K,
+    is_key_K,
+    width,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``[H, K]``: each head's product with each key, ``C`` columns at a time."""
+    logit_HK = tl.zeros([H, K], dtype=tl.float32)
+    for column in range(0, width, C):
+        column_C = column + tl.arange(0, C)
+        query_HC = _load_heads(query, row, head_H, heads, width, column_C, width)
+        key_KC = _load_keys(keys, begin_K, is_key_K, column_C, width)
+        logit_HK = tl.dot(query_HC, tl.trans(key_KC), logit_HK, input_precision=PRECISION)
+    return logit_HK
+
+
+@triton.jit
 def _weight_places(head_H, heads, place_K, top_k):
     """Where a tile of weights ``[rows, heads, top_k]`` of a part of the queries is, and what of it."""
     row = tl.program_id(0).to(tl.int64)
@@ -83,12 +108,7 @@ def weights_kernel(
     tile = tl.program_id(1)
     place_K, head_H = tile * K + tl.arange(0, K), tl.program_id(2) * H + tl.arange(0, H)
     is_key_K, begin_K = _chosen(indices, row, top_k, place_K, width)
-    logit_HK = tl.zeros([H, K], dtype=tl.float32)
-    for column in range(0, width, C):
-        column_C = column + tl.arange(0, C)
-        query_HC = _load_heads(query, row, head_H, heads, width, column_C, width)
-        key_KC = _load_keys(keys, begin_K, is_key_K, column_C, width)
-        logit_HK = tl.dot(query_HC, tl.trans(key_KC), logit_HK, input_precision=PRECISION)
+    logit_HK = _logits(query, keys, row, head_H, heads, begin_K, is_key_K, width, H, K, C, PRECISION)
     logit_HK = tl.where(is_key_K[None, :], logit_HK, float("-inf"))
     highest_H = tl.max(logit_HK, 1)
     finite_H = tl.where(highest_H == float("-inf"), 0.0, highest_H)
@@ -192,12 +212,7 @@ def target_kernel(
     for start in range(0, heads, H):
         head_H = start + tl.arange(0, H)
         highest_H, sum_H = _load_norms(highest, sums, row, head_H, heads)
-        logit_HK = tl.zeros([H, K], dtype=tl.float32)
-        for column in range(0, width, C):
-            column_C = column + tl.arange(0, C)
-            query_HC = _load_heads(query, row, head_H, heads, width, column_C, width)
-            key_KC = _load_keys(keys, begin_K, is_key_K, column_C, width)
-            logit_HK = tl.dot(query_HC, tl.trans(key_KC), logit_HK, input_precision=PRECISION)
+        logit_HK = _logits(query, keys, row, head_H, heads, begin_K, is_key_K, width, H, K, C, PRECISION)
         sum_K += tl.sum(tl.exp2((logit_HK - highest_H[:, None]) * by_two) / sum_H[:, None], 0)
     tl.store(target + row * top_k + place_K, tl.where(is_key_K, sum_K / heads, 0.0), mask=place_K < top_k)
 

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from veomni_core.kernels import first_derivatives_only, product_operands, without_autocast
 from veomni_ops.native_sparse import Places, Sizes, blocks_of, bounds_of, check_call
 from veomni_triton.gpu import gpu_of
-from veomni_triton.native_sparse import kernels
+from veomni_triton.native_sparse import chosen_blocks, key_ranges, mixing
 from veomni_triton.sizes import ceil_div, power_of_two
 
 _NAMESPACE = "veomni_triton"
@@ -173,7 +173,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.cuda.device_of(output):
         _attend_ranges(call, *call.compressed, call.complete, branches[0], norms[0])
         _choose(call, norms[0], chosen)
-        kernels.chosen_forward_kernel[call.tokens, call.groups](
+        chosen_blocks.chosen_forward_kernel[call.tokens, call.groups](
             call.query,
             call.key,
             call.value,
@@ -189,7 +189,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         )
         _attend_ranges(call, *call.window, call.last_keys, branches[2], norms[2])
         rows, columns, width = _rows(call)
-        kernels.mix_kernel[ceil_div(rows, columns),](
+        mixing.mix_kernel[ceil_div(rows, columns),](
             branches, call.gates, output, rows, call.value_width, R=columns, V=width
         )
     return output, branches, norms, chosen
@@ -205,7 +205,7 @@ def _attend_ranges(
     call: _Call, key: Tensor, value: Tensor, ranges: tuple[Tensor, Tensor], output: Tensor, norms: Tensor
 ) -> None:
     constants = call.of_ranges(FORWARD)
-    kernels.range_forward_kernel[ceil_div(call.tokens, constants["M"]), call.heads](
+    key_ranges.range_forward_kernel[ceil_div(call.tokens, constants["M"]), call.heads](
         call.query, key, value, *ranges, output, norms, call.by_two, call.tokens, *call.widths(), **constants
     )
 
@@ -222,7 +222,7 @@ def _choose(call: _Call, norms: Tensor, chosen: Tensor) -> None:
     blocks = power_of_two(blocks_of(call.row, sizes))
     for first in range(0, call.tokens, size):
         rows = min(size, call.tokens - first)
-        kernels.sums_kernel[ceil_div(rows, launch.queries), ceil_div(keys, launch.keys), call.groups](
+        key_ranges.sums_kernel[ceil_div(rows, launch.queries), ceil_div(keys, launch.keys), call.groups](
             call.query,
             key,
             *call.complete,
@@ -236,7 +236,7 @@ def _choose(call: _Call, norms: Tensor, chosen: Tensor) -> None:
             **constants,
         )
         columns = max(1, 2048 // blocks)
-        kernels.choose_kernel[ceil_div(rows, columns), call.groups](
+        chosen_blocks.choose_kernel[ceil_div(rows, columns), call.groups](
             sums,
             *call.complete,
             call.blocks,
@@ -265,11 +265,11 @@ def _gradients(doutput: Tensor, branches: Tensor, norms: Tensor, chosen: Tensor,
     doutput, means = doutput.contiguous(), torch.empty_like(norms)
     with torch.cuda.device_of(dquery):
         rows, columns, width = _rows(call)
-        kernels.unmix_kernel[ceil_div(rows, columns),](
+        mixing.unmix_kernel[ceil_div(rows, columns),](
             doutput, branches, call.gates, dgates, means, rows, call.value_width, R=columns, V=width
         )
         upstream = [(doutput, call.gates.select(-1, branch), norms[branch], means[branch]) for branch in range(3)]
-        kernels.chosen_dquery_kernel[call.tokens, call.groups](
+        chosen_blocks.chosen_dquery_kernel[call.tokens, call.groups](
             call.query,
             call.key,
             call.value,
@@ -310,7 +310,7 @@ def _range_gradients(
         return
     factors = call.scaling, call.by_two
     constants = call.of_ranges(DQUERY)
-    kernels.range_dquery_kernel[ceil_div(call.tokens, constants["M"]), call.heads](
+    key_ranges.range_dquery_kernel[ceil_div(call.tokens, constants["M"]), call.heads](
         call.query, *tensors, *ranges, *upstream, dquery, *factors, call.tokens, *call.widths(), **constants
     )
     constants = call.of_ranges(DKEYS)
@@ -322,7 +322,7 @@ def _range_gradients(
     share = min(per_group, SHARE) if tensors is call.compressed else per_group
     parts = ceil_div(per_group, share)
     partial = into if parts == 1 else tuple(x.new_empty(parts, *x.shape, dtype=torch.float32) for x in into)
-    kernels.range_dkeys_kernel[len(tiles), call.groups, parts](
+    key_ranges.range_dkeys_kernel[len(tiles), call.groups, parts](
         call.query,
         *tensors,
         *ranges,
@@ -364,7 +364,7 @@ def _chosen_dkeys(call: _Call, chosen: Tensor, upstream: tuple[Tensor, ...], dke
     launch = SMALL if call.is_small else CHOSEN_DKEYS
     heads = call.heads // groups
     constants = {**call.of_blocks(CHOSEN_DKEYS), "H": heads, "M": max(launch.queries, power_of_two(heads))}
-    kernels.chosen_dkeys_kernel[parts, groups](
+    chosen_blocks.chosen_dkeys_kernel[parts, groups](
         call.query,
         call.key,
         call.value,
@@ -386,7 +386,7 @@ def _chosen_dkeys(call: _Call, chosen: Tensor, upstream: tuple[Tensor, ...], dke
         PART,
         **constants,
     )
-    kernels.add_parts_kernel[blocks, groups](
+    chosen_blocks.add_parts_kernel[blocks, groups](
         partial,
         before,
         begins,
