@@ -78,7 +78,9 @@ def a_bound_model_is_not_searched_again() -> None:
     unbound = build("qwen3_moe", attn_implementation="sdpa")
     wanted = [(each.site.op_name, each.site.path, each.site.variant) for each in model_sites.sites_of(unbound)]
     found = [(each.site.op_name, each.site.path, each.site.variant) for each in model_sites.sites_of(model)]
-    on_request = {each for each in wanted if each[0] == "token_logprobs"}  # no field of the plan asks for it
+    on_request = {
+        each for each in wanted if each[0] in ("linear", "token_logprobs")
+    }  # no field of the plan asks for them
     assert set(found) == set(wanted) - on_request and ("load_balancing_loss", "", "standard") in found
 
 
