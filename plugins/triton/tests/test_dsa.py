@@ -36,6 +36,20 @@ def test_no_choice_depends_on_the_blocks_of_queries(monkeypatch, tied, block):
     assert torch.equal(dsa_indexer.standard(*call), indexer.standard(*call))
 
 
+@pytest.mark.parametrize("last_bits", range(4))
+def test_of_equal_scores_the_first_are_chosen_whatever_their_last_bits_are(last_bits):
+    """The search goes on by two bits, and counts what is higher by the last candidate that it refused."""
+    # 1.0 and the numbers that follow it, in float32's order: the tied one, and three that are just above.
+    tied, *above = (torch.arange(4, dtype=torch.int32) + 0x3F800000 + last_bits).view(torch.float32).tolist()
+    key = torch.full((1, 40, 1), tied, device=DEVICE)
+    key[0, [3, 17, 30], 0] = torch.tensor(above, device=DEVICE)
+    key[0, [5, 11]] = 0.5
+    one = torch.ones(1, 1, 1, device=DEVICE)
+    ranges = torch.tensor([[[0, 40]]], dtype=torch.int32, device=DEVICE)
+    found = dsa_indexer.standard(one[..., None], key, one, ranges, 9)
+    assert found.tolist() == [[[0, 1, 2, 3, 4, 6, 7, 17, 30]]]
+
+
 @pytest.mark.parametrize("weights", [1, 1100, 1 << 24], ids=["a query at a time", "some", "all at once"])
 def test_keys_and_queries_get_their_gradients(monkeypatch, weights):
     for name in ("_WEIGHTS", "_WEIGHTS_BACKWARD"):
