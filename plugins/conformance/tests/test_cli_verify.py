@@ -397,3 +397,43 @@ def test_verify_asks_one_value_of_an_option(veomni, install, rows, result):
         "results"
     ]
     assert (row["kernel"], row["result"]) == (f"swiglu_mlp/standard:mine(rows={rows})", result)
+
+
+CUT_OFF = """
+    import os, signal
+    from pathlib import Path
+    from veomni_core import KernelSpec, hookimpl
+    VEOMNI_PLUGIN_API_VERSION = 1
+
+    def first(x, weight, eps):
+        from veomni_ops import rms_norm
+        return rms_norm.offset(x, weight, eps)
+
+    def second(x, weight, eps):
+        if not Path("{folder}/was cut off").exists():
+            Path("{folder}/was cut off").touch()
+            status = Path(f"/proc/{os.getppid()}/status").read_text()
+            os.kill(int(status.partition("PPid:")[2].split()[0]), signal.SIGKILL)
+        return first(x, weight, eps)
+
+    @hookimpl
+    def veomni_kernels():
+        names = ("first", "second")
+        return [KernelSpec(each, "rms_norm", "offset", "{module}:" + each, dtypes=("float32",)) for each in names]
+"""
+
+
+@pytest.mark.thorough
+def test_a_run_that_was_cut_off_keeps_what_passed_and_goes_on_with_what_is_missing(veomni, install, tmp_path):
+    """The check of the second kernel kills the command itself, as a job's time limit does."""
+    install("cut-off-plugin", CUT_OFF.replace("{folder}", str(tmp_path)))
+    veomni("verify", "cut-off-plugin", code=-9, fresh=True)
+
+    def results():
+        data = json.loads(veomni("verify", "cut-off-plugin", "--missing", "--json"))
+        return {row["kernel"].partition(":")[2]: (row["result"], *row["detail"]) for row in data["results"]}
+
+    assert results() == {"first": ("skipped", "certified here"), "second": ("ok", "not run: large samples")}
+    assert {*results().values()} == {("skipped", "certified here")}
+    text = veomni("verify", "cut-off-plugin", "--missing", "--certify", str(tmp_path / "certificates.json"), code=2)
+    assert "--missing leaves out what is certified here" in text

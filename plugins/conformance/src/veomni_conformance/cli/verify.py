@@ -39,7 +39,7 @@ from veomni_conformance.cli.verify_processes import (
     joined,
 )
 from veomni_conformance.kernel_cases import CheckRequest, KernelCase, cases_in
-from veomni_conformance.ledger import Certificate, record, write_certificates
+from veomni_conformance.ledger import Certificate, Ledger, record, write_certificates
 from veomni_conformance.requested_device import device_here
 from veomni_conformance.this_machine import CheckedKernel, ThisMachine
 from veomni_core.cli.output import AsJson, complete_hardware, print_json
@@ -48,9 +48,11 @@ from veomni_core.descriptions.kernel_spec import DTYPES, KernelSpec
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.errors import ConfigError, HostError, PluginError, UnknownNameError, did_you_mean, suggest
+from veomni_core.planning.evidence import HERE
 from veomni_core.tables import render_table
 
 _SLOWEST = 10
+_CERTIFIED = "certified here"
 
 
 def verify(
@@ -111,12 +113,16 @@ def verify(
     slow: Annotated[
         bool, typer.Option("--slow", help="Also check kernels whose check takes many minutes, each by several jobs.")
     ] = False,
+    missing: Annotated[
+        bool,
+        typer.Option("--missing", help="Only what is not certified here yet, as after a run that was cut off."),
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Run every kernel that can run here, in every dtype it declares; exit 1 if one fails or none passes.
 
-    What passes is certified on this machine. A kernel that was wrong on such a machine before may fail there, and stays
-    refused.
+    What passes is certified on this machine, as soon as it has passed. A kernel that was wrong on such a machine before
+    may fail there, and stays refused.
     """
     registry = discover()
     records = _records(registry, plugin)
@@ -128,6 +134,10 @@ def verify(
     if launch is not None and (compile_for is not None or certify is not None):
         raise ConfigError(
             "--launch takes one launch where training may take others; leave out --certify and --compile-for"
+        )
+    if missing and (compile_for is not None or launch is not None or certify is not None):
+        raise ConfigError(
+            "--missing leaves out what is certified here; leave out --compile-for, --launch and --certify"
         )
     if launch is not None and find_spec("triton") is None:
         raise HostError("--launch is for searches of Triton's, which is not installed here; leave it out")
@@ -151,12 +161,21 @@ def verify(
     cases = configured(cases, option or ())
     if not (slow or kernel or compile_for):
         cases = [(owner, _unless_slow(case)) for owner, case in cases]
+    if missing:
+        ledger = Ledger.here(hardware)
+        cases = [(owner, _unless_certified(case, owner, ledger)) for owner, case in cases]
     checks = Checks(where, jobs, timeout, launch, compiles=compile_for is not None)
-    rows = _results(cases, checks, jobs if compile_for is None else 1, json)
+    specs = {str(case.spec): case.spec for _, case in cases}
+    owners = {str(case.spec): owner for owner, case in cases}
+
+    def certify_at_once(row: Row) -> None:
+        if row.result == OK and compile_for is None and launch is None:
+            keep_results([row], owners[row.kernel], hardware, specs)
+
+    rows = _results(cases, checks, jobs if compile_for is None else 1, json, certify_at_once)
     if compile_for is None:
         rows = [as_expected(row, case.spec, hardware) for row, (_, case) in zip(rows, cases, strict=True)]
         passed: list[Certificate] = []
-        specs = {str(case.spec): case.spec for _, case in cases}
         for owner in records:
             of_it = [row for row, (its, _) in zip(rows, cases, strict=True) if its is owner]
             passed += keep_results(of_it if launch is None else failures(of_it), owner, hardware, specs)
@@ -221,17 +240,40 @@ def _unless_slow(case: KernelCase) -> KernelCase:
     return case if case.skip or not why else replace(case, skip=f"slow to check, --slow checks it too: {why}")
 
 
+def _unless_certified(case: KernelCase, owner: PluginRecord, ledger: Ledger) -> KernelCase:
+    certified = not case.skip and ledger.standing(case.spec, owner, (case.dtype,)) == HERE
+    return replace(case, skip=_CERTIFIED) if certified else case
+
+
 def _results(
-    cases: Sequence[tuple[PluginRecord, KernelCase]], checks: Checks, most_parts: int, json: bool
+    cases: Sequence[tuple[PluginRecord, KernelCase]],
+    checks: Checks,
+    most_parts: int,
+    json: bool,
+    ended: Callable[[Row], object],
 ) -> list[Row]:
-    """A row for each case. A check in parts, of which there are ``most_parts`` at most, has one row."""
+    """A row for each case. A check in parts, of which there are ``most_parts`` at most, has one row.
+
+    ``ended`` takes the row of each check that is over, one at a time.
+    """
     running = [index for index, (_, case) in enumerate(cases) if not case.skip]
     counts = {index: parts_of_check(cases[index][1].spec, most_parts, len(running)) for index in running}
     parts = [(index, (part, of)) for index, of in counts.items() for part in range(of)]
     asked = [Check(cases[index][0].name, cases[index][1].spec, cases[index][1].dtype, part) for index, part in parts]
     import_once()
+    show, one_at_a_time = _progress(len(asked), json), Lock()
+    over: dict[tuple[str, str], list[Row]] = {}
+
+    def part_ended(check: Check, row: Row) -> None:
+        with one_at_a_time:
+            show(row)
+            rows = over.setdefault((row.kernel, row.dtype), [])
+            rows.append(row)
+            if len(rows) == check.part[1]:
+                ended(joined(rows))
+
     found: dict[int, list[Row]] = {}
-    for (index, _), row in zip(parts, checks.rows(asked, _progress(len(asked), json)), strict=True):
+    for (index, _), row in zip(parts, checks.rows(asked, part_ended), strict=True):
         found.setdefault(index, []).append(row)
     return [
         joined(found[index]) if index in found else Row(str(case.spec), case.dtype, SKIPPED, (case.skip,))
@@ -255,15 +297,14 @@ def _progress(total: int, json: bool) -> Callable[[Row], None]:
 
     All kernels of a GPU take minutes, and what is cut off has said what it found.
     """
-    ended, one_at_a_time = count(1), Lock()
+    ended = count(1)
 
     def show(row: Row) -> None:
-        with one_at_a_time:
-            failed = row.result in (FAILED, CONTRACT)
-            why = f"; {'; '.join(row.detail)}" if failed else ""
-            place = f"{next(ended)} of {total}: {row.kernel} {row.dtype}"
-            if sys.stderr.isatty() or (failed and not json):
-                typer.echo(f"{place}: {row.result} in {row.seconds:.0f} s{why}", err=True)
+        failed = row.result in (FAILED, CONTRACT)
+        why = f"; {'; '.join(row.detail)}" if failed else ""
+        place = f"{next(ended)} of {total}: {row.kernel} {row.dtype}"
+        if sys.stderr.isatty() or (failed and not json):
+            typer.echo(f"{place}: {row.result} in {row.seconds:.0f} s{why}", err=True)
 
     return show
 
@@ -351,6 +392,8 @@ def show_functions(rows: Iterable[Row]) -> None:
 def _why_nothing_ran(rows: list[Row], kernel: str | None, op: str | None, dtype: str | None, known: list[str]) -> str:
     if any(row.result not in (SKIPPED, EXPECTED) for row in rows):
         return ""
+    if rows and all(row.result == SKIPPED for row in rows) and any(row.detail == (_CERTIFIED,) for row in rows):
+        return ""  # by --missing: the others can't be checked here
     if rows:
         expected = any(row.result == EXPECTED for row in rows)
         return "every kernel was skipped" + expected * ", or failed where it was wrong before"

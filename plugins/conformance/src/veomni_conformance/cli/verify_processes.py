@@ -111,8 +111,8 @@ class Checks:
         threads = {"OMP_NUM_THREADS": "2" if jobs == 1 else "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         self._environment = {**threads, **os.environ, **({"TRITON_INTERPRET": "0"} if compiles else {})}
 
-    def rows(self, asked: Sequence[Check], done: Callable[[Row], object] = lambda row: None) -> list[Row]:
-        """Check each kernel, and call ``done`` with each row. One whose process ends before it has its row fails.
+    def rows(self, asked: Sequence[Check], done: Callable[[Check, Row], object] = lambda check, row: None) -> list[Row]:
+        """Check each kernel, and call ``done`` with each check and its row. One whose process ends before that fails.
 
         The longest begin first, so that none of them is the last one, alone. Checks share the memory of a device: those
         that found too little of it are made again, one at a time.
@@ -130,9 +130,9 @@ class Checks:
             return rows
         return [self._checked(asked[index]) if _lacked_memory(row) else row for index, row in enumerate(rows)]
 
-    def _row(self, check: Check, done: Callable[[Row], object]) -> Row:
+    def _row(self, check: Check, done: Callable[[Check, Row], object]) -> Row:
         row = self._checked(check)
-        done(row)
+        done(check, row)
         return row
 
     def _checked(self, check: Check) -> Row:

@@ -66,7 +66,7 @@ class MissingChecks:
         import_once()
         rows = Checks(self.hardware.torch_device_type, self.jobs, self.timeout).rows(
             [Check(self.registry.plugin_of(spec).name, spec, dtype) for spec, dtype in asked],
-            lambda row: self.say(f"{row.kernel} in {row.dtype}: {row.result} in {row.seconds:.0f} s"),
+            lambda _, row: self.say(f"{row.kernel} in {row.dtype}: {row.result} in {row.seconds:.0f} s"),
         )
         for (spec, _), row in zip(asked, rows, strict=True):
             keep_results([row], self.registry.plugin_of(spec), self.hardware)
