@@ -90,6 +90,7 @@ def test_every_plan_says_how_its_kernels_stand():
     [
         ("packages", ("torch 2.12.0",), "torch 2.12.0 (here "),
         ("packages", ("torch 2.13.0", "triton 3.5.0"), "triton 3.5.0 (here "),
+        ("packages", ("torch 2.13.0", "triton 3.6.0", "veomni-ops 0.1"), "veomni-ops 0.1 (here 0.2)"),
         ("version", "1.1", "veomni-p 1.1 (here 1.2)"),
         ("files", "0" * 64, "other files of veomni-p 1.2"),
         ("hardware", "cuda 9.0 (NVIDIA H100)", "cuda 9.0 (NVIDIA H100)"),
@@ -97,7 +98,7 @@ def test_every_plan_says_how_its_kernels_stand():
     ],
 )
 def test_what_is_otherwise_makes_it_verified_elsewhere(field, value, words, monkeypatch):
-    versions = {"torch": "2.13.0", "triton": "3.6.0"}
+    versions = {"torch": "2.13.0", "triton": "3.6.0", "veomni-conformance": "0.2", "veomni-ops": "0.2"}
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
     (certificate,) = verified()
     assert standing() == HERE
@@ -139,7 +140,8 @@ def test_a_new_certificate_replaces_the_one_of_other_versions(monkeypatch):
     verified()
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "99")
     verified()
-    assert [each.checked.packages for each in read_ledger()[0]] == [("torch 99", "triton 99")]
+    packages = ("torch 99", "triton 99", "veomni-conformance 99", "veomni-ops 99")
+    assert [each.checked.packages for each in read_ledger()[0]] == [packages]
 
 
 def test_a_failure_takes_the_certificate_back():

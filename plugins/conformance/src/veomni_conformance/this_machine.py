@@ -1,4 +1,4 @@
-"""What the result of a check depends on besides the kernel's contract: its plugin's files, packages, device, driver."""
+"""What the result of a check depends on: the plugin's files, the contracts' release, packages, device, driver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from veomni_core.discovery.registry import PluginRecord
 from veomni_ops.torch_overrides import PYTHON_NATIVE, changed_overrides
 
 CERTIFICATES = "veomni_certificates.json"  # of a plugin's package; no part of what was checked
-_COMPILERS = ("torch", "triton", PYTHON_NATIVE)  # they matter to every kernel
+# They matter to every kernel. A later release of the contracts may ask what no check has asked before.
+_OF_EVERY_KERNEL = ("torch", "triton", PYTHON_NATIVE, "veomni-conformance", "veomni-ops")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -29,8 +30,8 @@ class CheckedKernel:
         distribution, version: the plugin that it came from.
         files: a hash of that distribution's files; empty if it is not installed as one.
         hardware: where it ran, as :meth:`~veomni_core.Hardware.describe` has it.
-        packages: names and versions: of the compilers, and of what the kernel requires; and, as a package, which of
-            torch's operators this process replaces.
+        packages: names and versions: of the compilers, of the contracts, and of what the kernel requires; and, as a
+            package, which of torch's operators this process replaces.
         driver: the versions of CUDA, as torch was built for it, and of the driver; empty on a CPU.
     """
 
@@ -93,7 +94,7 @@ class ThisMachine:
             version=plugin.version_of(spec),
             files=self._hash(plugin),
             hardware=self.hardware.describe(),
-            packages=self.packages((*_COMPILERS, *required)),
+            packages=self.packages((*_OF_EVERY_KERNEL, *required)),
             driver=self.driver,
         )
 
