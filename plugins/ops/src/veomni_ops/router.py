@@ -79,5 +79,10 @@ def route(
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """The indices of the ``count`` largest of ``scores[..., E]``, the largest first; of equal ones the first."""
+    """The indices of the ``count`` largest of ``scores[..., E]``, the largest first; of equal ones the first.
+
+    Example:
+        >>> largest(torch.tensor([0.1, 0.7, 0.2, 0.7]), 2).tolist()
+        [1, 3]
+    """
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]

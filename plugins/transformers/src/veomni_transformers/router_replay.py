@@ -133,8 +133,9 @@ def record_router(model: nn.Module) -> Iterator[RecordedChoices]:
 
     Example:
         >>> from transformers import MixtralConfig, MixtralForCausalLM
-        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        >>> model = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, vocab_size=64))
+        >>> heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+        >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": 4, "vocab_size": 64}
+        >>> model = MixtralForCausalLM(MixtralConfig(**shape, **heads))
         >>> ids = torch.tensor([[5, 9, 17]])
         >>> with record_router(model) as recorded:
         ...     logits = model(ids).logits
