@@ -94,6 +94,10 @@ class Places:
         compressed_begin, compressed_stop: of each token ``[N]``, the compressed keys that are complete.
         block: of each token ``[N]``, its block within the sequence.
         first_block: of each sequence, the number of blocks before it.
+
+    Example:
+        >>> Places.of(5, torch.tensor([0, 2, 5]), Sizes(2, 1, 2)).compressed_stop
+        tensor([0, 1, 1, 2, 3])
     """
 
     sequence: Tensor
@@ -105,12 +109,7 @@ class Places:
 
     @staticmethod
     def of(tokens: int, bounds: Tensor, sizes: Sizes) -> Places:
-        """The places of ``tokens`` in sequences with these ``bounds``, from 0 to ``tokens``.
-
-        Example:
-            >>> Places.of(5, torch.tensor([0, 2, 5]), Sizes(2, 1, 2)).compressed_stop
-            tensor([0, 1, 1, 2, 3])
-        """
+        """The places of ``tokens`` in sequences with these ``bounds``, from 0 to ``tokens``."""
         bounds = bounds.long()
         lengths = bounds.diff()
         counts = _complete(lengths, sizes)
