@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 from veomni_core import bind, find_sites
 from veomni_core.errors import VeOmniError
+from veomni_ops.dsa_indexer import as_mask
+from veomni_transformers.forwards.sparse_masks import as_bools, is_ranges, with_ranges
 
 SMALL = {
     "vocab_size": 64,
@@ -141,6 +143,85 @@ def test_the_indexer_learns_from_its_loss_alone():
         for name, gradient in exact.items():
             mine = learned[f"model.layers.{layer}.self_attn.indexer.{name}"].double()
             assert (mine - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, name
+
+
+def accumulated(model, rows, counted=True, scale=1.0, **inputs):
+    """The indexers' gradients of a step of eight sequences in micro-batches of ``rows``."""
+    tokens = torch.randint(3, 64, (8, 21), generator=torch.Generator().manual_seed(1))
+    words = torch.arange(21) < torch.tensor([[21, 9, 14, 21, 5, 17, 21, 11]]).T if counted else torch.ones(8, 21) > 0
+    labels = torch.where(words, tokens, -100)
+    items = int((labels[:, 1:] != -100).sum()) if counted else None
+    model.zero_grad()
+    for mask, each, wanted in zip(*(x.split(rows) for x in (words.long(), tokens, labels)), strict=True):
+        given = {"attention_mask": mask, "num_items_in_batch": items} if counted else {}
+        loss = model(input_ids=each, labels=wanted, use_cache=False, **given, **inputs).loss
+        (loss * scale).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None and ".indexer." in name}
+
+
+@pytest.mark.thorough(one_per=[])
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa", "dots3_note_text"])
+def test_the_indexers_loss_is_a_mean_of_the_whole_step(model_type):
+    model = made(model_type)
+    with bind(model, learning(0.5)):
+        whole = accumulated(model, 8)
+        for rows in (4, 1):
+            assert_close(accumulated(model, rows), whole)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert_close(accumulated(model.train(), 2), whole)
+        model.gradient_checkpointing_disable()
+        mean = accumulated(model, 8, counted=False)
+        assert_close(accumulated(model, 2, counted=False, scale=1 / 4), mean)  # as trainers of four micro-batches do
+        tripled = accumulated(model, 8, scale=3.0)  # as for three ranks whose gradients are averaged
+        assert_close({name: each / 3 for name, each in tripled.items()}, whole)
+        assert all(each.abs().max() > 0 for name, each in whole.items() if "k_norm.bias" not in name)
+
+
+def assert_close(mine, theirs):
+    assert mine.keys() == theirs.keys() != set()
+    for name, gradient in mine.items():
+        assert (gradient - theirs[name]).norm() <= 1e-5 * theirs[name].norm() + 1e-9, name
+
+
+MASKS = {
+    "plain": {},
+    "packed": {"position_ids": torch.cat([torch.arange(4), torch.arange(3), torch.arange(14)]).repeat(2, 1)},
+    "padding to the right": {"attention_mask": (torch.arange(21) < torch.tensor([[21], [15]])).long()},
+    "padding to the left": {"attention_mask": (torch.arange(21) >= torch.tensor([[0], [6]])).long()},
+    "holes": {"attention_mask": (torch.arange(21) != torch.tensor([[3], [5]])).long()},
+}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("case", MASKS)
+def test_ranges_say_what_the_mask_says(case, attention):
+    from transformers.masking_utils import create_causal_mask
+
+    config = made("deepseek_v32", attention).config
+    call = {"config": config, "inputs_embeds": torch.zeros(2, 21, 32), "past_key_values": None, "attention_mask": None}
+    call |= {"position_ids": torch.arange(21)[None], "allow_is_causal_skip": False} | MASKS[case]
+    mask, found = create_causal_mask(**call), with_ranges(create_causal_mask)(**call)
+    assert is_ranges(found) is (case != "holes")
+    seen = as_mask(found[:, 0], 21) if is_ranges(found) else as_bools(found[:, 0])
+    assert torch.equal(seen, as_bools(mask[:, 0]).expand_as(seen))
+    skipped = with_ranges(create_causal_mask)(**{**call, "allow_is_causal_skip": True})  # for attention that is dense
+    assert skipped is None or not is_ranges(skipped)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_no_mask_is_built_where_both_are_bound(model_type, monkeypatch):
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as builders
+
+    model, built = made(model_type, "sdpa"), []
+    for name in ("eager", "sdpa"):
+        own = builders[name]
+        monkeypatch.setitem(builders, name, lambda own=own, **call: built.append(call) or own(**call))
+    for config, masks in (({"preset": "eager"}, True), (BOTH, False), ({**BOTH, FIELDS[1]: "eager"}, True)):
+        with bind(model, config):
+            built.clear()  # those of proofs
+            step(model)
+        indexed = [call for call in built if call["allow_is_causal_skip"] is False]
+        assert bool(indexed) is masks, config
 
 
 def exact_gradients(model, layer, weight):

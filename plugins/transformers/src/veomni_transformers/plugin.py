@@ -84,6 +84,7 @@ def veomni_model_rules() -> list[ModelRule]:
         ModelRule("no hub kernels", "veomni_transformers.hub_kernels:NoHubKernels", order=-10),
         ModelRule("placement notes", "veomni_transformers.placement_notes:PlacementNotes", order=-5),
         ModelRule("packed steps", "veomni_transformers.packed.packed_steps:PackedSteps"),
+        ModelRule("steps of sparse attention", "veomni_transformers.sparse_attention.steps:SparseSteps", order=60),
         ModelRule("three rows of positions", "veomni_transformers.packed.three_rows:ThreeRows", order=60),
         ModelRule("every tower", "veomni_transformers.towers.every_tower:EveryTowerRule", order=60),
     ]
