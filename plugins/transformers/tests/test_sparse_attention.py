@@ -208,6 +208,7 @@ def test_ranges_say_what_the_mask_says(case, attention):
     assert skipped is None or not is_ranges(skipped)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_no_mask_is_built_where_both_are_bound(model_type, monkeypatch):
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as builders
@@ -275,6 +276,37 @@ def test_sinks_and_dropout_are_refused():
     for model, words in ((made("hy_v4"), "sinks"), (made("deepseek_v32", attention_dropout=0.1), "dropout")):
         with pytest.raises(VeOmniError, match=words):
             bind(model, {"preset": "eager", "dsa_attention_implementation": "torch"})
+
+
+V4 = {
+    "num_hidden_layers": 2,
+    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+    "head_dim": 16,
+    "index_topk": 3,
+    "sliding_window": 6,
+    "o_groups": 2,
+    "o_lora_rank": 8,
+    "hc_mult": 2,
+    "num_key_value_heads": 1,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+}
+
+
+@pytest.mark.thorough(one_per=[])
+def test_deepseek_v4_chooses_compressed_keys_by_a_kernel_and_attends_to_them_itself():
+    model = made("deepseek_v4", **V4)
+    attention, indexer = sorted(sites(model), key=lambda site: site.op_name)
+    assert (indexer.path, indexer.variant) == ("model.layers.0.self_attn.compressor.indexer", "standard"), indexer
+    assert attention.variant is None and "a window of keys and to sinks" in attention.evidence
+    eager = step(model)
+    tokens = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    generate = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    wanted = model.eval().generate(tokens, **generate)
+    with bind(model, {"preset": "eager", FIELDS[1]: "torch"}):
+        assert torch.equal(model.generate(tokens, **generate), wanted)
+        assert_alike(step(model.train()), eager)
+    with pytest.raises(VeOmniError, match="sinks"):
+        bind(model, {"preset": "eager", FIELDS[0]: "torch"})
 
 
 def test_another_indexer_is_refused(monkeypatch):

@@ -48,6 +48,12 @@ SITE_RULES: tuple[SiteRule, ...] = (
     SiteRule(
         "sparse attention's indexers", "veomni_transformers.sparse_attention.locator:Indexers", order=25, proves=True
     ),
+    SiteRule(
+        "indexers of compressed keys",
+        "veomni_transformers.sparse_attention.compressed:CompressedIndexers",
+        order=25,
+        proves=True,
+    ),
     SiteRule("sparse attention", "veomni_transformers.sparse_attention.locator:SparseAttention", order=25, proves=True),
     SiteRule(
         "native sparse attention",
