@@ -255,6 +255,30 @@ def exact_gradients(model, layer, weight):
     return dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["all trained", "the rest frozen"])
+def test_in_the_dense_stage_all_keys_are_seen_and_learned(frozen):
+    model, all_chosen = made("deepseek_v32"), made("deepseek_v32", index_topk=64)
+    all_chosen.load_state_dict(model.state_dict())
+    config = learning(0.5)
+    config["dsa_attention_implementation"]["options"]["indexer_stage"] = "dense"
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or ".indexer." in name)
+    wanted, gradients = step(all_chosen)
+    assert not torch.equal(step(made("deepseek_v32"))[0], wanted)
+    with bind(model, config) as binding:
+        assert "dense" in str([kernel.spec.settings for kernel in binding.plan.kernels])
+        loss, found = step(model)
+    learned = {name: each for name, each in found.items() if ".indexer." in name}
+    assert_alike(
+        (loss, {name: each for name, each in found.items() if name not in learned}),
+        (wanted, {} if frozen else gradients),
+    )
+    for layer in range(2):
+        for name, gradient in exact_gradients(all_chosen, layer, 0.5).items():
+            mine = learned[f"model.layers.{layer}.self_attn.indexer.{name}"].double()
+            assert (mine - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, name
+
+
 def test_training_moves_the_indexer_to_what_attention_sees():
     model = made("deepseek_v32")
     with bind(model, learning(1.0)):

@@ -109,12 +109,23 @@ def check_call(query: Tensor, key: Tensor, weights: Tensor, visible: Tensor, top
         raise ValueError(f"dsa_indexer: query is {query.dtype} and key {key.dtype}; give both in one dtype")
     if weights.shape != query.shape[:3]:
         raise ValueError(f"dsa_indexer: weights is {list(weights.shape)}; give {list(query.shape[:3])}")
-    rows, keys = list(query.shape[:2]), key.shape[1]
-    if (visible.dtype, list(visible.shape)) not in ((torch.bool, [*rows, keys]), (torch.int32, [*rows, 2])):
-        found = f"{visible.dtype} {list(visible.shape)}"
-        raise ValueError(f"dsa_indexer: visible is {found}; give bool {[*rows, keys]} or int32 {[*rows, 2]}")
+    check_visible("dsa_indexer", visible, query.shape[:2], key.shape[1])
     if top_k < 1:
         raise ValueError(f"dsa_indexer: top_k is {top_k}; give how many keys a query attends to, at least 1")
+
+
+def check_visible(op_name: str, visible: Tensor, rows: tuple[int, ...], keys: int) -> None:
+    """Check that ``visible`` fits to queries ``[B, T]``, the ``rows``, and so many keys.
+
+    Raises:
+        ValueError: it does not.
+
+    Example:
+        >>> check_visible("dsa_indexer", torch.ones(1, 4, 6, dtype=torch.bool), (1, 4), 6)
+    """
+    if (visible.dtype, tuple(visible.shape)) not in ((torch.bool, (*rows, keys)), (torch.int32, (*rows, 2))):
+        found = f"{visible.dtype} {list(visible.shape)}"
+        raise ValueError(f"{op_name}: visible is {found}; give bool {[*rows, keys]} or int32 {[*rows, 2]}")
 
 
 def causal_ranges(batch: int, queries: int, keys: int, lengths: tuple[int, ...] = ()) -> Tensor:

@@ -81,7 +81,9 @@ def indexer_forward(kernel: Function, layout: IndexerLayout) -> Function:
     return forward
 
 
-def attention_forward(own: Function, kernel: Function, layout: IndexerLayout | None, indexer_loss: float) -> Function:
+def attention_forward(
+    own: Function, kernel: Function, layout: IndexerLayout | None, indexer_loss: float, dense: bool = False
+) -> Function:
     """``own``, the forward of an attention module, over the latents of chosen keys by ``kernel``.
 
     Args:
@@ -90,8 +92,9 @@ def attention_forward(own: Function, kernel: Function, layout: IndexerLayout | N
         layout: of the module's indexer; ``None`` where it uses the choice of an earlier layer.
         indexer_loss: how much of the indexer's loss counts beside the model's. Its gradient reaches the indexer's
             parameters alone.
+        dense: attend to all keys that a query sees, and so count the loss, whatever the indexer chose.
     """
-    sparse = with_globals(own, {TABLE: _Table(kernel)})
+    sparse = with_globals(own, {TABLE: _Table(kernel, dense)})
     loss = (indexer_loss, layout) if indexer_loss and layout is not None else None
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,8 +150,8 @@ class _OverLatents:
 class _Table:
     """Answers every lookup with attention to chosen keys."""
 
-    def __init__(self, kernel: Function) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: Function, dense: bool) -> None:
+        self._kernel, self._dense = kernel, dense
 
     def get_interface(self, name: Any, default: Any) -> Function:
         return self._attend
@@ -175,11 +178,12 @@ class _Table:
             )
         expansion, values = _expansion(module.module, latents, rotated)
         mask = attention_mask[:, 0].expand(len(query), -1, -1)
-        chosen = torch.where(sees(mask, indices), indices, -1)
+        chosen = None if self._dense else torch.where(sees(mask, indices), indices, -1)
         keys = torch.cat([latents, rotated], dim=-1).squeeze(1)
         absorbed = torch.einsum("bhtd,hcd->bthc", query, expansion)
         index = module.index_inputs()
-        output = self._kernel(absorbed, keys, chosen, scaling, latents.shape[-1], **index)
+        given = {"visible": mask if is_ranges(mask) else as_bools(mask)} if self._dense else {}
+        output = self._kernel(absorbed, keys, chosen, scaling, latents.shape[-1], **index, **given)
         if index and module.loss is not None:
             output, losses = output
             step = options.get(STEP) or IndexerStep()

@@ -91,9 +91,10 @@ class SparseAttention(ModuleLocator):
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module: Any = model.get_submodule(site.path)
         layout = None if module.indexer is None else indexer_layout(module.indexer, site.detail)
-        loss = float(dict(spec.settings).get("indexer_loss", 0.0))
+        settings = dict(spec.settings)
+        loss, dense = float(settings.get("indexer_loss", 0.0)), settings.get("indexer_stage") == "dense"
         guarded = guarded_names(module, self.readings.of(module), called_by_attention(module))
-        yield ForwardChange(module, attention_forward(current_forward(module), kernel, layout, loss), guarded)
+        yield ForwardChange(module, attention_forward(current_forward(module), kernel, layout, loss, dense), guarded)
 
 
 def _is_indexer(module: Any) -> bool:
