@@ -125,7 +125,7 @@ class _Attention(Function):
             else None
             for place, each in enumerate(inputs)
         ]
-        for rows in _blocks(*inputs[:2], indices, inputs[2]) if any(needed) else ():
+        for rows in _blocks(inputs[0], inputs[1], indices, inputs[2]) if any(needed) else ():
             leaves = [
                 None if each is None else each.detach().requires_grad_(wanted)
                 for each, wanted in zip(_of_block(inputs, rows, indices, wide), needed, strict=True)

@@ -182,8 +182,8 @@ class _Table:
         keys = torch.cat([latents, rotated], dim=-1).squeeze(1)
         absorbed = torch.einsum("bhtd,hcd->bthc", query, expansion)
         index = module.index_inputs()
-        given = {"visible": mask if is_ranges(mask) else as_bools(mask)} if self._dense else {}
-        output = self._kernel(absorbed, keys, chosen, scaling, latents.shape[-1], **index, **given)
+        every = {"visible": mask if is_ranges(mask) else as_bools(mask)} if self._dense else {}
+        output = self._kernel(absorbed, keys, chosen, scaling, latents.shape[-1], **index, **every)
         if index and module.loss is not None:
             output, losses = output
             step = options.get(STEP) or IndexerStep()
