@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from veomni_core import bind, find_sites
 from veomni_core.errors import VeOmniError
-from veomni_ops.dsa_indexer import as_mask
+from veomni_ops.visible_keys import as_mask
 from veomni_transformers.forwards.sparse_masks import as_bools, is_ranges, with_ranges
 
 SMALL = {

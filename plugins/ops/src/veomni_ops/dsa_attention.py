@@ -19,7 +19,7 @@ from torch import Tensor
 from veomni_core.kernels import cast_as_autocast
 from veomni_ops.combinations import LAYOUTS, laid_out, together
 from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
-from veomni_ops.dsa_indexer import as_mask, causal_ranges, check_visible
+from veomni_ops.visible_keys import as_mask, causal_ranges, check_visible
 
 INDEXER_LOSS = "indexer_loss"  # the feature of kernels that also compute the indexer's loss
 DENSE_STAGE = "dense_stage"  # the feature of kernels that take ``visible`` in the place of ``indices``

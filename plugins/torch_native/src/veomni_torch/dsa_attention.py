@@ -16,7 +16,7 @@ from torch.autograd import Function
 from veomni_core.kernels import first_derivatives_only, product_operands, without_autocast
 from veomni_ops.contract import compute_dtype
 from veomni_ops.dsa_attention import check_call
-from veomni_ops.dsa_indexer import as_mask
+from veomni_ops.visible_keys import as_mask
 
 _CPU_BLOCK, _ACCELERATOR_BLOCK = 1 << 20, 1 << 26  # numbers in the tensors of a block
 

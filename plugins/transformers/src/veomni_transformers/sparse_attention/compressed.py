@@ -17,6 +17,7 @@ from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.sites.site import Kernel, Site
 from veomni_ops import dsa_indexer
+from veomni_ops.visible_keys import as_mask
 from veomni_transformers.forwards.compressed_indexer import compressed_indexer_forward
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.branches import Branches
@@ -102,7 +103,7 @@ def _miss(found: Tensor, chosen: Tensor, taken: list[tuple[Tensor, Tensor]], giv
     same = torch.where(found < 0, none, found).sort(-1)[0], torch.where(chosen < 0, none, chosen)
     if len(taken) != 1 or found.dtype != chosen.dtype or not torch.equal(*same):
         return float("inf")
-    seen = dsa_indexer.as_mask(visible, none)
+    seen = as_mask(visible, none)
     scores, wanted = taken[0][0], dsa_indexer.index_scores(query, keys, weights)
     if not bool((scores[~seen] == -torch.inf).all()):
         return float("inf")
