@@ -47,7 +47,7 @@ def with_steps(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(self, *args, **kwargs)
         step = IndexerStep(kwargs.get("num_items_in_batch"))
         output = own(self, *args, **kwargs, **{STEP: step})
-        loss = output[0] if isinstance(output, tuple) else output.get("loss")
+        loss = output[0] if isinstance(output, tuple) else output.get("loss") if isinstance(output, dict) else None
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             return output
         noted = _Noted.apply(loss, step)
