@@ -37,6 +37,7 @@ from benchmarks.shared.memory import peak_mib_of_step
 from benchmarks.shared.results import machine, table
 from veomni_conformance.triton_interpreter import mend_interpreter
 from veomni_ops import dsa_attention, dsa_indexer
+from veomni_ops.visible_keys import causal_ranges
 from veomni_torch import dsa_attention as torch_attention
 from veomni_torch import dsa_indexer as torch_indexer
 from veomni_triton import dsa_attention as triton_attention
@@ -86,7 +87,7 @@ def index_inputs(shape: Shape, device: str) -> tuple[Any, ...]:
 
     query = normal(shape.tokens, shape.index_heads, shape.index_width)
     weights = normal(shape.tokens, shape.index_heads).float()
-    ranges = dsa_indexer.causal_ranges(1, shape.tokens, shape.tokens).to(device)
+    ranges = causal_ranges(1, shape.tokens, shape.tokens).to(device)
     return query, normal(shape.tokens, shape.index_width), weights, ranges, shape.top_k
 
 

@@ -36,7 +36,9 @@ from benchmarks.shared.memory import peak_mib_of_step
 from benchmarks.shared.results import machine, table
 from veomni_conformance.triton_interpreter import mend_interpreter
 from veomni_ops import native_sparse as ops
+from veomni_ops import native_sparse_samples as samples
 from veomni_triton import native_sparse as ours
+from veomni_triton.native_sparse import launches
 
 TITLE = "Native sparse attention at the paper's widths, bf16"
 ALLOWED = 2e-2  # share of the norm, as the contract allows for bfloat16's gradients
@@ -94,8 +96,8 @@ def inputs(shape: Shape, device: str) -> tuple[Tensor, ...]:
 
 def checked(kernel: Callable[..., Tensor], shape: Shape, device: str) -> dict[str, float]:
     """How far output and gradients are off, of a call in which no choice depends on rounding."""
-    sizes = ops.SMALL if device == "cpu" else ops.Sizes()
-    problems = ops._Problems(torch.device(device), torch.bfloat16)
+    sizes = samples.SMALL if device == "cpu" else ops.Sizes()
+    problems = samples._Problems(torch.device(device), torch.bfloat16)
     heads, widths = (shape.heads, shape.groups), (shape.width, shape.value_width)
     call, options = problems.call(1, TINY.tokens if device == "cpu" else 1300, heads, widths, sizes)
     results = []
@@ -207,10 +209,10 @@ def tune(shape: Shape, names: list[str]) -> None:
     step = training_step(partial(ours.native_sparse, *tensors), lambda output: output.backward(doutput), tensors)
     for name in names:
         kernel, grid = GRIDS[name]
-        former, found = getattr(ours, name), []
+        former, found = getattr(launches, name), []
         for numbers in itertools.product(*grid):
-            launch = ours.Launch(*numbers)
-            setattr(ours, name, launch)
+            launch = launches.Launch(*numbers)
+            setattr(launches, name, launch)
             try:
                 step()
                 took = sum(ms for each, ms in kernel_times(step).items() if each.startswith(kernel))
@@ -219,7 +221,7 @@ def tune(shape: Shape, names: list[str]) -> None:
                 continue
             found.append((took, launch))
             print(f"{name} {launch}: {took:.3f} ms", flush=True)
-        setattr(ours, name, former)
+        setattr(launches, name, former)
         print(f"best of {name}, now {former}:", *sorted(found, key=lambda each: each[0])[:3], flush=True)
 
 

@@ -140,3 +140,23 @@ FAULTS = {
 @pytest.mark.parametrize("kernel", FAULTS, ids=lambda kernel: kernel.__name__)
 def test_another_attention_is_caught(kernel):
     assert_caught(kernel, FAULTS[kernel], op="dsa_attention", features=(dsa_attention.INDEXER_LOSS,))
+
+
+def every_key_is_seen(*call, visible=None, **options):
+    visible = torch.ones_like(visible) if visible is not None and visible.dtype == torch.bool else visible
+    return dsa_attention.standard(*call, visible=visible, **options)
+
+
+def sequences_are_not_kept_apart(*call, visible=None, **options):
+    if visible is not None and visible.dtype == torch.int32:
+        visible = torch.stack([torch.zeros_like(visible[..., 0]), visible[..., 1]], dim=-1)
+    return dsa_attention.standard(*call, visible=visible, **options)
+
+
+DENSE_FAULTS = {every_key_is_seen: "all keys but holes", sequences_are_not_kept_apart: "all keys of packed"}
+
+
+@pytest.mark.parametrize("kernel", DENSE_FAULTS, ids=lambda kernel: kernel.__name__)
+def test_another_dense_stage_is_caught(kernel):
+    features = dsa_attention.INDEXER_LOSS, dsa_attention.DENSE_STAGE
+    assert_caught(kernel, DENSE_FAULTS[kernel], op="dsa_attention", features=features)

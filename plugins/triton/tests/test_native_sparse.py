@@ -9,8 +9,10 @@ import torch
 
 from veomni_conformance import check_kernel
 from veomni_ops import native_sparse as ops
+from veomni_ops import native_sparse_samples as samples
 from veomni_ops.contract import Size
 from veomni_triton import native_sparse
+from veomni_triton.native_sparse import launches, operators
 from veomni_triton.plugin import veomni_kernels
 
 SPEC = next(spec for spec in veomni_kernels() if spec.name == "native-sparse")
@@ -29,12 +31,13 @@ def test_conformance(dtype):
 @pytest.fixture
 def in_parts(monkeypatch):
     """Tiles of 16, and wherever work is cut in parts, several of them."""
-    for name, value in {"_SUMS": 1, "SHARE": 2, "PART": 3, "SMALL": native_sparse.Launch(16, 16, 4, 1)}.items():
-        monkeypatch.setattr(native_sparse, name, value)
+    monkeypatch.setattr(launches, "SMALL", launches.Launch(16, 16, 4, 1))
+    for name, value in {"_SUMS": 1, "SHARE": 2, "PART": 3}.items():
+        monkeypatch.setattr(operators, name, value)
 
 
 def problem(tied=False):
-    problems = ops._Problems(torch.device(DEVICE), torch.float32)
+    problems = samples._Problems(torch.device(DEVICE), torch.float32)
     return problems.call(1, 27, (6, 2), (40, 16), FEW, lengths=(1, 21, 5), tied=tied)
 
 
@@ -43,7 +46,7 @@ def test_the_choice_is_the_reference_s(in_parts, tied):
     (query, key, value, compressed_key, compressed_value, gates), options = problem(tied)
     bounds = options["cu_seq_lens"]
     places = ops.Places.of(27, bounds, FEW)
-    _, weights = ops._compressed(query, compressed_key, compressed_value, places, None)
+    _, weights = ops.attended_compressed(query, compressed_key, compressed_value, places, None)
     wanted = ops.chosen_blocks(weights.sum(2), places, ops.blocks_of(27, FEW), FEW)
     tensors = query, key, value, compressed_key, compressed_value, key, value, gates
     *_, chosen = torch.ops.veomni_triton.native_sparse_forward.default(*tensors, bounds, 40**-0.5, list(astuple(FEW)))

@@ -54,7 +54,7 @@ from veomni_core.errors import ConfigError, PackedSequencesError
 from veomni_ops.attention_samples import AttentionModule as AttentionModule
 from veomni_ops.attention_samples import alike, beyond_a_tile, large, samples
 from veomni_ops.contract import Contract, Tolerance, compute_dtype
-from veomni_ops.native_sparse import CONTRACT
+from veomni_ops.native_sparse_samples import CONTRACT
 
 # By the attention interface of transformers whose masks the kernel takes.
 MASK_FEATURES = {

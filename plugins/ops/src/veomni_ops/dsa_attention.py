@@ -19,19 +19,22 @@ from torch import Tensor
 from veomni_core.kernels import cast_as_autocast
 from veomni_ops.combinations import LAYOUTS, laid_out, together
 from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_ops.visible_keys import as_mask, causal_ranges, check_visible
 
 INDEXER_LOSS = "indexer_loss"  # the feature of kernels that also compute the indexer's loss
+DENSE_STAGE = "dense_stage"  # the feature of kernels that take ``visible`` in the place of ``indices``
 
 
 def standard(
     query: Tensor,
     keys: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     scaling: float,
     value_width: int,
     index_query: Tensor | None = None,
     index_key: Tensor | None = None,
     index_weights: Tensor | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of ``query[t]`` over the keys ``indices[t]``, whose first ``value_width`` columns are values.
 
@@ -41,17 +44,20 @@ def standard(
     With the inputs of the indexer it also computes the loss that DeepSeek-V3.2's indexer learns from in its sparse
     stage: ``KL(p || softmax(scores))`` over a query's chosen keys, where ``p`` is the mean of all heads' attention, and
     the scores are those of :func:`veomni_ops.dsa_indexer.standard`. It has gradients of the indexer's inputs alone:
-    ``p`` counts as given.
+    ``p`` counts as given. ``visible`` is of the dense stage, in which the indexer warms up: attention and loss are over
+    all keys that a query sees.
 
     Args:
         query: ``[B, T, H, D]``.
         keys: ``[B, S, D]``, in the dtype of ``query``.
-        indices: int32 ``[B, T, K]``, in each row distinct keys in any order, and -1 for no key.
+        indices: int32 ``[B, T, K]``, in each row distinct keys in any order, and -1 for no key; ``None`` with
+            ``visible``.
         scaling: multiplies the logits.
         value_width: at most ``D``.
         index_query: the indexer's queries ``[B, T, I, E]``; with it come the next two.
         index_key: the indexer's keys ``[B, S, E]``.
         index_weights: the weights of the indexer's heads ``[B, T, I]``.
+        visible: the keys that each query sees, as in :func:`veomni_ops.dsa_indexer.standard`.
 
     Returns:
         ``[B, T, H, V]`` in the dtype of ``query``; with the indexer's inputs also the loss of each query ``[B, T]`` in
@@ -66,7 +72,8 @@ def standard(
         >>> standard(query, keys, indices, scaling=1.0, value_width=2).tolist()
         [[[[1.0, 0.0]], [[2.0, 1.0]]]]
     """
-    check_call(query, keys, indices, value_width, index_query, index_key, index_weights)
+    check_call(query, keys, indices, value_width, index_query, index_key, index_weights, visible)
+    indices = every_key(visible, keys.shape[1]) if indices is None else indices
     query, keys = cast_as_autocast(query), cast_as_autocast(keys)
     wide = compute_dtype(query)
     is_key = indices >= 0
@@ -100,6 +107,18 @@ def divergence(
     return (torch.xlogy(target, target) - target * log_found).sum(-1)
 
 
+def every_key(visible: Tensor | None, keys: int) -> Tensor:
+    """The ``indices`` that choose all of ``keys`` keys that are ``visible``.
+
+    Example:
+        >>> every_key(torch.tensor([[[0, 1], [1, 3]]], dtype=torch.int32), 3).tolist()
+        [[[0, -1, -1], [-1, 1, 2]]]
+    """
+    assert visible is not None
+    places = torch.arange(keys, dtype=torch.int32, device=visible.device)
+    return torch.where(as_mask(visible, keys), places, -1)
+
+
 def gathered(keys: Tensor, indices: Tensor) -> Tensor:
     """The rows of ``keys[B, S, D]`` at ``indices[B, T, K]``, as ``[B, T, K, D]``; zeros where an index is -1.
 
@@ -128,11 +147,12 @@ def softmax_of_some(logits: Tensor, counts: Tensor) -> Tensor:
 def check_call(
     query: Tensor,
     keys: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     value_width: int,
     index_query: Tensor | None = None,
     index_key: Tensor | None = None,
     index_weights: Tensor | None = None,
+    visible: Tensor | None = None,
 ) -> None:
     """Check that the inputs of a call fit together. A kernel calls it first. It reads shapes and dtypes, and no values.
 
@@ -152,7 +172,13 @@ def check_call(
         raise ValueError(f"dsa_attention: {shapes}; give [B, T, H, D] and [B, S, D]")
     if query.dtype != keys.dtype:
         raise ValueError(f"dsa_attention: query is {query.dtype} and keys {keys.dtype}; give both in one dtype")
-    if indices.dim() != 3 or indices.shape[:2] != query.shape[:2] or indices.dtype != torch.int32:
+    if (indices is None) is (visible is None):
+        raise ValueError("dsa_attention: give indices, or for attention to all keys visible, and not both")
+    if visible is not None:
+        check_visible("dsa_attention", visible, query.shape[:2], keys.shape[1])
+    if indices is not None and (
+        indices.dim() != 3 or indices.shape[:2] != query.shape[:2] or indices.dtype != torch.int32
+    ):
         rows = f"[{query.shape[0]}, {query.shape[1]}, K]"
         raise ValueError(f"dsa_attention: indices is {indices.dtype} {list(indices.shape)}; give int32 {rows}")
     if not 0 < value_width <= keys.shape[2]:
@@ -223,6 +249,25 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     heads_first = leaf(query.detach().transpose(1, 2).contiguous().transpose(1, 2))
     yield Sample("heads before queries in memory", (heads_first, keys, indices, *rest))
     yield from _edges(_Problems(device, dtype, seed=3))
+    yield from _dense(_Problems(device, dtype, seed=4))
+
+
+def _dense(problems: _Problems) -> Iterator[Sample]:
+    """The dense stage: ranges and masks of bools, packed, with more keys than queries, and queries that see none."""
+    both = (DENSE_STAGE, INDEXER_LOSS)
+    for name, queries, keys, lengths in (("all keys", 19, 19, ()), ("all keys of packed", 21, 21, (3, 1, 17))):
+        query, latents, _, *rest = call = problems.call(2, queries, 1, keys=keys)
+        ranges = causal_ranges(2, queries, keys, lengths).to(problems.device)
+        given = {"visible": ranges, **problems.indexer(call)}
+        yield Sample(f"{name}, the indexer's loss", (query, latents, None, *rest), given, both)
+    query, latents, _, *rest = problems.call(2, 9, 1, keys=30)
+    seen = as_mask(causal_ranges(2, 9, 30).to(problems.device), 30).clone()
+    seen[0, :, 4:9] = False
+    yield Sample("all keys but holes", (query, latents, None, *rest), {"visible": seen}, (DENSE_STAGE,))
+    seen = seen.clone()
+    seen[1, 2:4] = False
+    call = query, latents, None, *rest
+    yield Sample("all keys, of which a query sees none", call, {"visible": seen}, (DENSE_STAGE,), values_only=True)
 
 
 def _edges(problems: _Problems) -> Iterator[Sample]:

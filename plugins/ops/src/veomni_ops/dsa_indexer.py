@@ -15,6 +15,7 @@ from torch import Tensor
 
 from veomni_ops.combinations import together
 from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype
+from veomni_ops.visible_keys import as_mask, causal_ranges, check_visible
 
 
 def standard(query: Tensor, key: Tensor, weights: Tensor, visible: Tensor, top_k: int) -> Tensor:
@@ -73,21 +74,6 @@ def index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     return torch.einsum("bths,bth->bts", products, weights.to(wide))
 
 
-def as_mask(visible: Tensor, keys: int) -> Tensor:
-    """``visible`` in its form of bools ``[B, T, S]``, of ``S = keys``.
-
-    Example:
-        >>> as_mask(torch.tensor([[[0, 1], [1, 3], [2, 2]]], dtype=torch.int32), 3).int()
-        tensor([[[1, 0, 0],
-                 [0, 1, 1],
-                 [0, 0, 0]]], dtype=torch.int32)
-    """
-    if visible.dtype == torch.bool:
-        return visible
-    places = torch.arange(keys, device=visible.device)
-    return (places >= visible[..., :1]) & (places < visible[..., 1:])
-
-
 def check_call(query: Tensor, key: Tensor, weights: Tensor, visible: Tensor, top_k: int) -> None:
     """Check that the inputs of a call fit together. A kernel calls it first. It reads shapes and dtypes, and no values.
 
@@ -109,25 +95,9 @@ def check_call(query: Tensor, key: Tensor, weights: Tensor, visible: Tensor, top
         raise ValueError(f"dsa_indexer: query is {query.dtype} and key {key.dtype}; give both in one dtype")
     if weights.shape != query.shape[:3]:
         raise ValueError(f"dsa_indexer: weights is {list(weights.shape)}; give {list(query.shape[:3])}")
-    rows, keys = list(query.shape[:2]), key.shape[1]
-    if (visible.dtype, list(visible.shape)) not in ((torch.bool, [*rows, keys]), (torch.int32, [*rows, 2])):
-        found = f"{visible.dtype} {list(visible.shape)}"
-        raise ValueError(f"dsa_indexer: visible is {found}; give bool {[*rows, keys]} or int32 {[*rows, 2]}")
+    check_visible("dsa_indexer", visible, query.shape[:2], key.shape[1])
     if top_k < 1:
         raise ValueError(f"dsa_indexer: top_k is {top_k}; give how many keys a query attends to, at least 1")
-
-
-def causal_ranges(batch: int, queries: int, keys: int, lengths: tuple[int, ...] = ()) -> Tensor:
-    """``visible`` as ranges ``[B, T, 2]`` of causal rows: the last queries see the last keys, packed in ``lengths``.
-
-    Example:
-        >>> causal_ranges(1, 3, 3, (1, 2)).tolist()
-        [[[0, 1], [1, 2], [1, 3]]]
-    """
-    stops = torch.arange(1, queries + 1) + keys - queries
-    sizes = torch.tensor(lengths or (keys,))
-    begins = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)[keys - queries :]
-    return torch.stack([begins, stops], dim=-1).to(torch.int32).expand(batch, -1, -1).contiguous()
 
 
 Call = tuple[Tensor, Tensor, Tensor, Tensor, int]

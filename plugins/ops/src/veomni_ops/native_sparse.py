@@ -10,15 +10,13 @@ Shape suffixes: ``B`` batch, ``T`` tokens, ``H`` query heads, ``G`` key heads, `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from veomni_core.kernels import cast_as_autocast
-from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_ops.contract import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,7 @@ def native_sparse(
     token = torch.arange(len(places.begin), device=query.device)
     causal = (places.sequence[:, None] == places.sequence) & (token <= token[:, None])
     in_window = causal & (token > token[:, None] - made.window)
-    of_compressed, weights = _compressed(query, compressed_key, compressed_value, places, scaling)
+    of_compressed, weights = attended_compressed(query, compressed_key, compressed_value, places, scaling)
     chosen = chosen_blocks(weights.detach().sum(2), places, blocks_of(tokens, made), made)
     is_chosen = torch.zeros(*chosen.shape[:2], blocks_of(tokens, made) + 1, dtype=torch.bool, device=query.device)
     is_chosen.scatter_(-1, chosen.long() % is_chosen.shape[-1], True)  # -1 is one more block, which has no key
@@ -222,9 +220,17 @@ def _attended(
     return torch.einsum("ngrs,sgv->ngrv", weights, value.to(wide).flatten(0, 1)), weights
 
 
-def _compressed(
+def attended_compressed(
     query: Tensor, key: Tensor, value: Tensor, places: Places, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
+    """Of each token the output over the compressed keys that it sees ``[N, G, H / G, V]``, and their weights.
+
+    Example:
+        >>> sizes = Sizes(compress_length=2, compress_stride=2, block_size=2, block_count=3, window=1)
+        >>> query, keys = torch.ones(1, 2, 1, 1), torch.full((1, 1, 1, 1), 3.0)
+        >>> attended_compressed(query, keys, keys, Places.of(2, bounds_of(query, None), sizes), None)[0].flatten()
+        tensor([0., 3.])
+    """
     place = torch.arange(key.shape[:2].numel(), device=query.device)
     complete = (place >= places.compressed_begin[:, None]) & (place < places.compressed_stop[:, None])
     return _attended(query, key, value, complete.unsqueeze(1), scaling)
@@ -345,148 +351,3 @@ def check_call(
         if tensor is not None and name != "gates" and tensor.dtype != query.dtype:
             found = f"{name} is {tensor.dtype} and query {query.dtype}"
             raise ValueError(f"native_sparse: {found}; give both in one dtype")
-
-
-class _Problems:
-    """Draws the arguments of calls, in which no choice depends on rounding, unless ``tied``."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
-        self.device, self._draw = device, Draw(device, dtype, seed)
-
-    def call(
-        self,
-        batch: int,
-        tokens: int,
-        heads: tuple[int, int] = (4, 2),
-        widths: tuple[int, int] = (16, 16),
-        sizes: Sizes | None = None,
-        lengths: Sequence[int] = (),
-        tied: bool = False,
-        own_window: bool = False,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments and options; each row is a sequence of ``tokens``, unless it is packed of ``lengths``."""
-        sizes = sizes or SMALL
-        count = sum(map(sizes.compressed, lengths)) if lengths else sizes.compressed(tokens)
-        bounds = torch.tensor([0, *lengths]).cumsum(0).int().to(self.device) if lengths else None
-        (query_heads, groups), (width, value_width) = heads, widths
-
-        def normal(*shape: int) -> Tensor:
-            return self._draw.normal(batch, *shape)
-
-        query, key, value = (
-            normal(tokens, *shape) for shape in ((query_heads, width), (groups, width), (groups, value_width))
-        )
-        compressed_key, compressed_value = normal(count, groups, width), normal(count, groups, value_width)
-        gates = normal(tokens, query_heads, 3).sigmoid()
-        if tied:  # all of a query's weights are equal, in every dtype
-            compressed_key = torch.zeros_like(compressed_key)
-        else:
-            query = self._cleared(query, compressed_key, compressed_value, bounds, sizes)
-        options: dict[str, Any] = {each.name: getattr(sizes, each.name) for each in fields(sizes)}
-        if own_window:
-            window = normal(tokens, groups, width), normal(tokens, groups, value_width)
-            options |= dict(zip(("window_key", "window_value"), map(leaf, window), strict=True))
-        if bounds is not None:
-            options["cu_seq_lens"] = bounds
-        drawn = query, key, value, compressed_key, compressed_value, gates
-        return tuple(map(leaf, drawn)), options
-
-    def _cleared(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, sizes: Sizes) -> Tensor:
-        """``query`` with other values where the last chosen block's score is close to that of the next."""
-        batch, tokens = query.shape[:2]
-        places = Places.of(batch * tokens, bounds_of(query, bounds), sizes)
-        count, blocks = sizes.block_count, blocks_of(tokens, sizes)
-        for _ in range(_DRAWS if count < blocks else 0):
-            _, weights = _compressed(query.double(), key.double(), value.double(), places, None)
-            scores = block_scores(weights.sum(2), places, blocks, sizes).sort(-1, descending=True)[0]
-            last, following = scores[..., count - 1], scores[..., count]
-            close = (last - following < _APART * last) & (following > -torch.inf)
-            if not bool(close.any()):
-                break
-            rows = close.any(-1).view(batch, tokens, 1, 1)
-            query = torch.where(rows, self._draw.normal(*query.shape), query)
-        return query
-
-
-_DRAWS, _APART = 20, 1e-3
-SMALL = Sizes(compress_length=4, compress_stride=2, block_size=8, block_count=4, window=6)
-_POOLED = Sizes(compress_length=8, compress_stride=8, block_size=8, block_count=3, window=9)  # fla's
-
-
-def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    problems = _Problems(device, dtype)
-    yield Sample("odd sizes", *problems.call(2, 53, (6, 2), (13, 7)))
-    yield Sample("packed", *problems.call(1, 61, lengths=(3, 1, 40, 17)))
-    yield Sample("packed in sequences shorter than a block", *problems.call(1, 21, lengths=(2, 5, 8, 6)))
-    yield Sample("keys of the window's own", *problems.call(1, 45, own_window=True))
-    yield Sample("ties", *problems.call(1, 61, tied=True))
-    (query, key, value, *compressed, gates), options = problems.call(1, 42)
-    by_head = leaf(query.detach().transpose(1, 2).contiguous().transpose(1, 2))
-    wide = leaf(key.detach().repeat_interleave(2, dim=-1)[..., ::2])
-    yield Sample("heads before tokens in memory", (by_head, wide, value, *compressed, gates), options)
-    gates = leaf(gates.detach().float().transpose(2, 3).contiguous().transpose(2, 3))
-    yield Sample("gates in float32", (query, key, value, *compressed, gates), {**options, "scaling": 0.3})
-    yield from _edges(_Problems(device, dtype, seed=3))
-
-
-def _edges(problems: _Problems) -> Iterator[Sample]:
-    def edge(name: str, call: tuple[Any, dict[str, Any]]) -> Sample:
-        return Sample(name, *call, values_only=True)
-
-    # Of queries with one key, the gradients of query and key are 0, which no kernel meets but by chance.
-    for name, lengths in (("one token", ()), ("packed, of one token each", (1,) * 5)):
-        (query, key, *rest), options = problems.call(1, max(1, len(lengths)), lengths=lengths)
-        yield edge(name, ((query.detach(), key.detach(), *rest), options))
-    yield edge("no batch", problems.call(0, 9))
-    yield edge("no compressed key", problems.call(2, 3))
-    yield edge("fewer blocks than are chosen", problems.call(1, 19))
-    yield edge("as many blocks as are chosen", problems.call(1, 32))
-    yield edge("sixteen heads of a key head", problems.call(1, 41, (16, 1)))
-    yield edge("seventeen heads of a key head", problems.call(1, 35, (17, 1), (8, 24)))
-    yield edge("a head each, of one column", problems.call(1, 35, (3, 3), (1, 1)))
-    yield edge("blocks that are compressed keys", problems.call(2, 43, sizes=_POOLED))
-    yield edge("packed, ties", problems.call(1, 70, lengths=(5, 33, 32), tied=True))
-    yield edge("an empty sequence", problems.call(1, 33, lengths=(0, 20, 0, 13, 0)))
-    yield edge("one chosen block", problems.call(1, 40, sizes=Sizes(2, 1, 4, 1, 0, 1, 1)))
-    yield edge("no block that is always chosen", problems.call(1, 40, sizes=Sizes(4, 4, 12, 2, 0, 0, 3)))
-    yield edge("a window of all", problems.call(1, 37, sizes=Sizes(6, 3, 9, 3, 1, 1, 50)))
-    (*inputs, gates), options = problems.call(1, 30)
-    yield edge("frozen gates, of which some are zero", ((*inputs, (gates.detach() - 0.5).relu()), options))
-
-
-def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    problems = _Problems(device, dtype)
-    yield Sample("the paper's sizes", *problems.call(1, 1300, (16, 1), (48, 32), Sizes()))
-    few = Sizes(block_count=4, window=70)
-    yield Sample("few of many blocks, packed", *problems.call(1, 700, (6, 2), (40, 24), few, (33, 500, 1, 166)))
-
-
-def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    problems = _Problems(device, dtype)
-    yield Sample("a model's widths", *problems.call(1, 2100, (32, 2), (192, 128), Sizes()))
-    yield Sample("a model's widths, packed", *problems.call(1, 3000, (16, 1), (128, 128), Sizes(), (1800, 40, 1160)))
-
-
-# In low precision kernels round probabilities, and their gradients, before they multiply them.
-VALUES = {
-    "float32": Tolerance(element=2e-5, norm=4e-6),
-    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
-    "float16": Tolerance(element=5e-3, norm=1.3e-3),
-}
-GRADIENTS = {
-    "float32": Tolerance(element=6e-5, norm=1e-5),
-    "bfloat16": Tolerance(element=8e-2, norm=2e-2),
-    "float16": Tolerance(element=1e-2, norm=2.5e-3),
-}
-
-CONTRACT = Contract(
-    op_name="attention",
-    variant="native_sparse",
-    reference=native_sparse,
-    samples=_samples,
-    values=VALUES,
-    gradients=GRADIENTS,
-    beyond_a_tile=_beyond_a_tile,
-    large=_large,
-    large_factor=1e1,
-)

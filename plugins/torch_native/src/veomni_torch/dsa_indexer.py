@@ -10,7 +10,8 @@ from torch import Tensor
 
 from veomni_core.kernels import autocast_off, product_operands
 from veomni_ops.contract import compute_dtype
-from veomni_ops.dsa_indexer import as_mask, check_call
+from veomni_ops.dsa_indexer import check_call
+from veomni_ops.visible_keys import as_mask
 
 _CPU_BLOCK, _ACCELERATOR_BLOCK = 1 << 20, 1 << 26  # numbers of a block's largest tensor
 _KEYS = 4096

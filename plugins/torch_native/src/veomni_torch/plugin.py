@@ -12,8 +12,13 @@ _INDEXER_LOSS = KernelOption(
     "indexer_loss",
     0.0,
     minimum=0,
-    description="weight of the loss that the indexer learns from, added once a forward, undivided by accumulation; "
-    "0: it doesn't learn",
+    description="weight, beside the model's loss, of the loss that the indexer learns from; 0: it doesn't learn",
+)
+_INDEXER_STAGE = KernelOption(
+    "indexer_stage",
+    "sparse",
+    choices=("sparse", "dense"),
+    description="dense: attention and the indexer's loss are over all keys, as an indexer warms up, the rest frozen",
 )
 
 
@@ -198,8 +203,8 @@ def veomni_kernels() -> list[KernelSpec]:
             description="gathers the keys of a block of queries at a time, and again in backward; saves its inputs",
             preference=0,  # on request: slower than dense attention so far
             deterministic=False,  # on a GPU gradients of keys are added in any order
-            features=("indexer_loss",),
-            options=(_INDEXER_LOSS,),
+            features=("indexer_loss", "dense_stage"),
+            options=(_INDEXER_LOSS, _INDEXER_STAGE),
         ),
         *KernelSpec.for_variants(
             ("standard", "clamped"),

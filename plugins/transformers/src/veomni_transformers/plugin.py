@@ -48,6 +48,12 @@ SITE_RULES: tuple[SiteRule, ...] = (
     SiteRule(
         "sparse attention's indexers", "veomni_transformers.sparse_attention.locator:Indexers", order=25, proves=True
     ),
+    SiteRule(
+        "indexers of compressed keys",
+        "veomni_transformers.sparse_attention.compressed:CompressedIndexers",
+        order=25,
+        proves=True,
+    ),
     SiteRule("sparse attention", "veomni_transformers.sparse_attention.locator:SparseAttention", order=25, proves=True),
     SiteRule(
         "native sparse attention",
@@ -84,6 +90,7 @@ def veomni_model_rules() -> list[ModelRule]:
         ModelRule("no hub kernels", "veomni_transformers.hub_kernels:NoHubKernels", order=-10),
         ModelRule("placement notes", "veomni_transformers.placement_notes:PlacementNotes", order=-5),
         ModelRule("packed steps", "veomni_transformers.packed.packed_steps:PackedSteps"),
+        ModelRule("steps of sparse attention", "veomni_transformers.sparse_attention.steps:SparseSteps", order=60),
         ModelRule("three rows of positions", "veomni_transformers.packed.three_rows:ThreeRows", order=60),
         ModelRule("every tower", "veomni_transformers.towers.every_tower:EveryTowerRule", order=60),
     ]

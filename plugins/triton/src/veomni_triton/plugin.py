@@ -20,8 +20,7 @@ _INDEXER_LOSS = KernelOption(
     "indexer_loss",
     0.0,
     minimum=0,
-    description="weight of the loss that the indexer learns from, added once a forward, undivided by accumulation; "
-    "0: it doesn't learn",
+    description="weight, beside the model's loss, of the loss that the indexer learns from; 0: it doesn't learn",
 )
 _KEPT_MIB = KernelOption(
     "kept_mib", 512, minimum=0, description="MiB of logits kept for backward, which computes the others again"

@@ -69,29 +69,15 @@ def _given_consecutive_positions(
     run = with_globals(forward, {name: partial(record, name) for name in builders})
     embeddings = torch.zeros(_ROWS, _LENGTH, getattr(module.config, "hidden_size", 1))
     with torch.no_grad():
-        probe.attempt(lambda: run(_without_layers(module), inputs_embeds=embeddings, use_cache=False))
+        probe.attempt(
+            lambda: run(probe.without_layers(module, lambda *_: _Stop()), inputs_embeds=embeddings, use_cache=False)
+        )
     yield from ((name, build) for name, build in builders.items() if rising[name] and all(rising[name]))
 
 
 class _Stop(nn.Module):
     def forward(self, *_: Any, **__: Any) -> None:
         raise InterruptedError
-
-
-def _without_layers(module: nn.Module) -> nn.Module:
-    """``module`` with children that end a forward in place of its layers, and of others with hooks.
-
-    A layer that FSDP2 shards takes itself for the root of the model once it is called before the model is.
-    """
-    copied = probe.bare_copy(module)
-    for registry in ("_parameters", "_buffers"):
-        vars(copied)[registry] = vars(module)[registry]
-    for name, child in module._modules.items():
-        if isinstance(child, nn.ModuleList):
-            copied._modules[name] = nn.ModuleList(_Stop() for _ in child)
-        else:
-            copied._modules[name] = child if child is None or not probe.has_hooks(child) else _Stop()
-    return copied
 
 
 def _forward(own: Function, of_plain_rows: Function) -> Function:

@@ -1,8 +1,8 @@
 """What bound modules of DeepSeek's sparse attention run: the indexer, and the attention over the keys that it chose.
 
 An attention module runs its own forward, which is given latents in the place of expanded keys and values, and a
-function that attends to chosen keys alone. No tensor has a number for each pair of a query and a key but the mask,
-which the model builds once for all layers.
+function that attends to chosen keys alone. No tensor has a number for each pair of a query and a key, but the mask
+where the model gives one (:mod:`veomni_transformers.forwards.sparse_masks`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_core.kernels import first_derivatives_only
+from veomni_transformers.forwards.indexer_loss import STEP, IndexerStep, beside
+from veomni_transformers.forwards.sparse_masks import as_bools, is_ranges, sees
 from veomni_transformers.proving.functions import with_globals
 
 Function = Callable[..., Any]
@@ -68,8 +69,11 @@ def indexer_forward(kernel: Function, layout: IndexerLayout) -> Function:
         query, key, weights = layout.inputs(self, hidden_states, q_resid, position_embeddings)
         if past_key_values is not None:
             key = past_key_values.update_indexer(key, self.layer_idx)
-        visible = as_bools(attention_mask).expand(len(query), -1, -1)
+        given = attention_mask.expand(len(query), -1, -1)
+        visible = given if is_ranges(given) else as_bools(given)
         chosen = kernel(query, key, weights, visible, self.index_topk)
+        if is_ranges(given):
+            return chosen
         # In the place of no key one that the query doesn't see, as in the model's own choice: the mask hides it.
         unseen = visible.view(torch.uint8).argmin(-1, keepdim=True).to(chosen.dtype)
         return torch.where(chosen < 0, unseen, chosen)
@@ -77,28 +81,26 @@ def indexer_forward(kernel: Function, layout: IndexerLayout) -> Function:
     return forward
 
 
-def attention_forward(own: Function, kernel: Function, layout: IndexerLayout | None, indexer_loss: float) -> Function:
+def attention_forward(
+    own: Function, kernel: Function, layout: IndexerLayout | None, indexer_loss: float, dense: bool = False
+) -> Function:
     """``own``, the forward of an attention module, over the latents of chosen keys by ``kernel``.
 
     Args:
         own: the forward, which names transformers' table of attention functions.
         kernel: of the op ``dsa_attention``.
         layout: of the module's indexer; ``None`` where it uses the choice of an earlier layer.
-        indexer_loss: how much of the indexer's loss, the mean over all queries of a batch, counts beside the model's.
-            Its gradient is added once for each forward, and reaches the indexer's parameters alone.
+        indexer_loss: how much of the indexer's loss counts beside the model's. Its gradient reaches the indexer's
+            parameters alone.
+        dense: attend to all keys that a query sees, and so count the loss, whatever the indexer chose.
     """
-    sparse = with_globals(own, {TABLE: _Table(kernel)})
+    sparse = with_globals(own, {TABLE: _Table(kernel, dense)})
     loss = (indexer_loss, layout) if indexer_loss and layout is not None else None
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return sparse(_OverLatents(self, loss), *args, **kwargs)
 
     return forward
-
-
-def as_bools(mask: Tensor) -> Tensor:
-    """A mask in which hidden keys are False, or have a score added that is the lowest of the dtype, as bools."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 class _SparseConfig:
@@ -148,8 +150,8 @@ class _OverLatents:
 class _Table:
     """Answers every lookup with attention to chosen keys."""
 
-    def __init__(self, kernel: Function) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: Function, dense: bool) -> None:
+        self._kernel, self._dense = kernel, dense
 
     def get_interface(self, name: Any, default: Any) -> Function:
         return self._attend
@@ -175,15 +177,19 @@ class _Table:
                 f"dsa_attention computes no such call ({given}): choose dsa_attention_implementation: eager"
             )
         expansion, values = _expansion(module.module, latents, rotated)
-        seen = as_bools(attention_mask)[:, 0].expand(len(query), -1, -1).gather(-1, indices.long())
+        mask = attention_mask[:, 0].expand(len(query), -1, -1)
+        chosen = None if self._dense else torch.where(sees(mask, indices), indices, -1)
         keys = torch.cat([latents, rotated], dim=-1).squeeze(1)
         absorbed = torch.einsum("bhtd,hcd->bthc", query, expansion)
-        chosen = torch.where(seen, indices, -1)
         index = module.index_inputs()
-        output = self._kernel(absorbed, keys, chosen, scaling, latents.shape[-1], **index)
+        every = {"visible": mask if is_ranges(mask) else as_bools(mask)} if self._dense else {}
+        output = self._kernel(absorbed, keys, chosen, scaling, latents.shape[-1], **index, **every)
         if index and module.loss is not None:
-            output, loss = output
-            output = _Beside.apply(output, loss.mean() * module.loss[0])
+            output, losses = output
+            step = options.get(STEP) or IndexerStep()
+            own = torch.arange(keys.shape[1], device=keys.device)[-query.shape[2] :]  # padding doesn't see itself
+            counts = sees(mask, own.view(1, -1, 1).expand(len(query), -1, -1)).squeeze(-1)
+            output = beside(output, step.total(losses, counts) * module.loss[0], step)
         return torch.einsum("bthc,hcv->bthv", output, values), None
 
 
@@ -196,17 +202,3 @@ def _expansion(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, T
     identity = torch.eye(sum(widths), dtype=latents.dtype, device=latents.device)[None, None]
     keys, values = module.expand_kv(*identity.split(widths, dim=-1))
     return keys[0], values[0, :, : widths[0]]
-
-
-class _Beside(torch.autograd.Function):
-    """Gives ``output``, and in backward the gradient 1 to ``loss``: as if the loss was added to the model's."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(loss)
-        return output.view_as(output)
-
-    @staticmethod
-    @first_derivatives_only
-    def backward(ctx: Any, doutput: Tensor) -> tuple[Tensor, Tensor]:
-        return doutput, torch.ones_like(ctx.saved_tensors[0])

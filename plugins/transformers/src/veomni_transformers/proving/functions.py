@@ -7,7 +7,7 @@ Decorators that close over the method are cloned too. The module that defines th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import CellType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -106,7 +106,7 @@ def _cloned(function: Any, replacements: Mapping[str, Any], depth: int = 0) -> A
     if not isinstance(function, FunctionType) or depth > _DEEPEST:
         return function
     cells = tuple(_cloned_cell(cell, replacements, depth) for cell in function.__closure__ or ())
-    named = {name: value for name, value in replacements.items() if name in function.__code__.co_names}
+    named = {name: value for name, value in replacements.items() if name in _names(function.__code__)}
     named = {name: value for name, value in named.items() if name in function.__globals__}
     if not named and all(new is old for new, old in zip(cells, function.__closure__ or (), strict=True)):
         return function
@@ -118,6 +118,12 @@ def _cloned(function: Any, replacements: Mapping[str, Any], depth: int = 0) -> A
     clone.__qualname__, clone.__module__, clone.__doc__ = function.__qualname__, function.__module__, function.__doc__
     clone.__annotations__ = function.__annotations__
     return clone
+
+
+def _names(code: CodeType) -> set[str]:
+    """The globals and attributes that ``code`` names, and those of the functions that it defines."""
+    inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _namespace(function: FunctionType, named: Mapping[str, Any]) -> dict[str, Any]:

@@ -89,6 +89,24 @@ _REGISTRIES = frozenset(_EMPTY) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+def without_layers(module: nn.Module, layer: Callable[[str, bool], nn.Module]) -> nn.Module:
+    """A copy of ``module`` over its own parameters, with others in place of the modules in its lists.
+
+    ``layer`` is given the path of each, and whether it is the last of its list. It also makes what replaces children
+    with hooks: a module that FSDP2 shards takes itself for the root of the model once it is called before the model is.
+    """
+    copied = bare_copy(module)
+    for registry in ("_parameters", "_buffers"):
+        vars(copied)[registry] = vars(module)[registry]
+    for name, child in module._modules.items():
+        if isinstance(child, nn.ModuleList):
+            last = len(child) - 1
+            copied._modules[name] = nn.ModuleList(layer(f"{name}.{place}", place == last) for place in range(last + 1))
+        else:
+            copied._modules[name] = child if child is None or not has_hooks(child) else layer(name, True)
+    return copied
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether the module has hooks that run before or after its forward or backward."""
     return any(vars(module).get(name) for name in _HOOKS)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from veomni_core.changes.bound_subclass import eager_class
 from veomni_core.descriptions.kernel_spec import EAGER
@@ -28,6 +27,7 @@ from veomni_transformers.proving.functions import global_functions
 from veomni_transformers.proving.matching import Candidate, first_fit
 from veomni_transformers.proving.proof import Proof
 from veomni_transformers.proving.reachable_code import own_function
+from veomni_transformers.sparse_attention.topk import TopK
 
 INDEXER_CHILDREN = ("wq_b", "wk", "k_norm", "weights_proj")
 _ROTARY = "apply_rotary_pos_emb"
@@ -85,11 +85,11 @@ def prove_indexer(module: Any) -> Proof:
         runs = []
         for call in _indexer_calls():
             given = call.given(small)
-            with _Scores() as scores:
+            with TopK() as scores:
                 found, error = probe.attempt(partial(branches.run_call, type(module).forward, *given, **call.options()))
             if error:
                 return Proof(None, error, examined=False)
-            if len(scores.seen) != 1 or not torch.equal(found, scores.seen[0][1]):
+            if len(scores.seen) != 1 or not torch.equal(found, scores.seen[0][1].to(torch.int32)):
                 return Proof(None, "what it returns is not the indices of the one top k that it takes")
             runs.append((given, call, scores.seen[0][0]))
         return first_fit(_indexer_candidates(module, runs, branches), "it takes no inputs of an indexer")
@@ -316,16 +316,3 @@ def _fill(linear: nn.Linear, scale: float) -> None:
     with torch.no_grad():
         for parameter in linear.parameters():
             parameter.copy_(probe.random(*parameter.shape, scale=scale))
-
-
-class _Scores(TorchFunctionMode):
-    """Records every top k that is taken: of what, and its indices as int32."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        if getattr(function, "__name__", "") == "topk":
-            self.seen.append((args[0], found.indices.to(torch.int32)))
-        return found

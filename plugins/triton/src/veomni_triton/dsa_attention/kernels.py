@@ -47,28 +47,23 @@ def _load_keys(keys, begin_K, is_key_K, column_C, end):
 
 
 @triton.jit
-def _logits(
-    query,
-    keys,
-    row,
-    head_H,
-    heads,
-    begin_K,
-    is_key_K,
-    width,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    C: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _add_logits(
+    logit_HK, query, keys, row, head_H, heads, begin_K, is_key_K, start, width, C: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """``[H, K]``: each head's product with each key, ``C`` columns at a time."""
-    logit_HK = tl.zeros([H, K], dtype=tl.float32)
-    for column in range(0, width, C):
+    """``logit_HK`` and each head's product with each key over the columns from ``start`` on, ``C`` at a time."""
+    for column in range(start, width, C):
         column_C = column + tl.arange(0, C)
         query_HC = _load_heads(query, row, head_H, heads, width, column_C, width)
         key_KC = _load_keys(keys, begin_K, is_key_K, column_C, width)
         logit_HK = tl.dot(query_HC, tl.trans(key_KC), logit_HK, input_precision=PRECISION)
     return logit_HK
+
+
+@triton.jit
+def _add_to_keys(dkeys, dkey_KC, begin_K, is_key_K, column_C, end):
+    """Add ``[K, C]`` to the gradients of keys by atomics, in any order."""
+    inside_KC = is_key_K[:, None] & (column_C < end)[None, :]
+    tl.atomic_add(dkeys + (begin_K[:, None] + column_C[None, :]), dkey_KC, mask=inside_KC, sem="relaxed")
 
 
 @triton.jit
@@ -108,7 +103,8 @@ def weights_kernel(
     tile = tl.program_id(1)
     place_K, head_H = tile * K + tl.arange(0, K), tl.program_id(2) * H + tl.arange(0, H)
     is_key_K, begin_K = _chosen(indices, row, top_k, place_K, width)
-    logit_HK = _logits(query, keys, row, head_H, heads, begin_K, is_key_K, width, H, K, C, PRECISION)
+    logit_HK = tl.zeros([H, K], dtype=tl.float32)
+    logit_HK = _add_logits(logit_HK, query, keys, row, head_H, heads, begin_K, is_key_K, 0, width, C, PRECISION)
     logit_HK = tl.where(is_key_K[None, :], logit_HK, float("-inf"))
     highest_H = tl.max(logit_HK, 1)
     finite_H = tl.where(highest_H == float("-inf"), 0.0, highest_H)
@@ -212,7 +208,8 @@ def target_kernel(
     for start in range(0, heads, H):
         head_H = start + tl.arange(0, H)
         highest_H, sum_H = _load_norms(highest, sums, row, head_H, heads)
-        logit_HK = _logits(query, keys, row, head_H, heads, begin_K, is_key_K, width, H, K, C, PRECISION)
+        logit_HK = tl.zeros([H, K], dtype=tl.float32)
+        logit_HK = _add_logits(logit_HK, query, keys, row, head_H, heads, begin_K, is_key_K, 0, width, C, PRECISION)
         sum_K += tl.sum(tl.exp2((logit_HK - highest_H[:, None]) * by_two) / sum_H[:, None], 0)
     tl.store(target + row * top_k + place_K, tl.where(is_key_K, sum_K / heads, 0.0), mask=place_K < top_k)
 
@@ -267,11 +264,9 @@ def logit_gradients_kernel(
         key_KC = _load_keys(keys, begin_K, is_key_K, column_C, value_width)
         logit_HK = tl.dot(query_HC, tl.trans(key_KC), logit_HK, input_precision=PRECISION)
         dweight_HK = tl.dot(upstream_HC, tl.trans(key_KC), dweight_HK, input_precision=PRECISION)
-    for column in range(value_width, width, C):
-        column_C = column + tl.arange(0, C)
-        query_HC = _load_heads(query, row, head_H, heads, width, column_C, width)
-        key_KC = _load_keys(keys, begin_K, is_key_K, column_C, width)
-        logit_HK = tl.dot(query_HC, tl.trans(key_KC), logit_HK, input_precision=PRECISION)
+    logit_HK = _add_logits(
+        logit_HK, query, keys, row, head_H, heads, begin_K, is_key_K, value_width, width, C, PRECISION
+    )
     highest_H, sum_H = _load_norms(highest, sums, row, head_H, heads)
     mean_H = tl.load(means + row * heads + head_H, mask=head_H < heads, other=0.0)
     weight_HK = tl.where(is_key_K[None, :], tl.exp2((logit_HK - highest_H[:, None]) * by_two) / sum_H[:, None], 0.0)
@@ -349,11 +344,9 @@ def key_gradients_kernel(
         upstream_HC = _load_heads(doutput, row, head_H, heads, value_width, column_C, value_width)
         dkey_KC = tl.dot(tl.trans(dlogit_HK), query_HC, input_precision=PRECISION)
         dkey_KC = tl.dot(tl.trans(weight_HK), upstream_HC, dkey_KC, input_precision=PRECISION)
-        inside_KC = is_key_K[:, None] & (column_C < value_width)[None, :]
-        tl.atomic_add(dkeys + (begin_K[:, None] + column_C[None, :]), dkey_KC, mask=inside_KC, sem="relaxed")
+        _add_to_keys(dkeys, dkey_KC, begin_K, is_key_K, column_C, value_width)
     for column in range(value_width, width, C):
         column_C = column + tl.arange(0, C)
         query_HC = _load_heads(query, row, head_H, heads, width, column_C, width)
         dkey_KC = tl.dot(tl.trans(dlogit_HK), query_HC, input_precision=PRECISION)
-        inside_KC = is_key_K[:, None] & (column_C < width)[None, :]
-        tl.atomic_add(dkeys + (begin_K[:, None] + column_C[None, :]), dkey_KC, mask=inside_KC, sem="relaxed")
+        _add_to_keys(dkeys, dkey_KC, begin_K, is_key_K, column_C, width)
