@@ -62,7 +62,7 @@ def divided(method: Callable[..., Any], division: Division, group: ProcessGroup,
     @wraps(method)
     def features(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        if running or given.get(call.argument) is None:
+        if running or given.get(call.argument) is None or not len(given[call.argument]):
             return method(self, *args, **kwargs)
         parts = division.parts(given, group.size())
         mine = parts[group.rank()]

@@ -26,7 +26,7 @@ from veomni_transformers.towers.smallest_input import Inputs, forms, small_copy
 
 _GRID = "grid_thw"
 _OF_MEDIA = ("image_", "video_", "audio_")
-_RANKS = 5  # of the proof: the parts of its three videos end within one, and one part is empty
+_RANKS = 5  # of the proof: of the parts of its three videos one ends within a video, and one is empty
 _ALONE = "given alone,"
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 
@@ -103,7 +103,7 @@ class Division:
             raise ConfigError(
                 f"sequence-parallel ranks divide the {self.call.modality}s of a batch, and {name} has {len(value)} "
                 f"rows for {media or self.call.modality + 's of a grid'}; call the model with one row for each, or "
-                f"without it"
+                "without it"
             )
         return value[which]
 
@@ -121,12 +121,12 @@ def division_of(module: Any, call: FeatureCall) -> Division:
         return whole
     if any(isinstance(each, _BATCH_NORMS) for each in module.modules()):
         return replace(whole, why_not="its batch norms average over all of a batch")
-    failed = "no part of it takes such inputs"
     with probe.seeded(), torch.no_grad():
         for repeated in (False, True):
             small, failed = probe.attempt(partial(small_copy, module, 2, repeated=repeated))
             if failed:
                 break
+            failed = "no part of it takes such inputs"
             for inputs in (each for one in forms(module, call) for each in _several(call, one)):
                 grid = next((value for name, value in inputs.items() if name.endswith(_GRID)), None)
                 if grid is not None and not repeated:  # where it is cheap, layers of all kinds run
