@@ -13,8 +13,8 @@ from veomni_transformers.towers.feature_calls import feature_calls
 
 WHOLE, BY_FRAMES = "whole media", "frames"
 OF_FAMILIES = {
-    **dict.fromkeys(["gemma3", "paligemma", "llava", "llava_next", "internvl", "mistral3"], {"image": WHOLE}),
-    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"], {"image": BY_FRAMES, "video": BY_FRAMES}),
+    **{name: {"image": WHOLE} for name in ("gemma3", "paligemma", "llava", "llava_next", "internvl", "mistral3")},
+    **{name: {"": BY_FRAMES} for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")},
     "glm4v": {"image": WHOLE, "video": BY_FRAMES},  # its pictures have one frame
     "qwen2_5_omni_thinker": {"audio": WHOLE, "image": BY_FRAMES, "video": BY_FRAMES},
     "qwen3_omni_moe_thinker": {"audio": "depend on the others", "image": BY_FRAMES, "video": BY_FRAMES},
