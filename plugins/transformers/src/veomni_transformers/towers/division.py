@@ -191,15 +191,14 @@ def with_slots(output: Any, field: str, change: Callable[[Slot], Slot]) -> Any:
     """A method's output with each slot changed; fields that its caller does not read are left out."""
     if not isinstance(output, ModelOutput):
         return _changed(output, change)
-    read = {name: value for name, value in output.items() if name == field or name not in UNREAD}
-    return type(output)(
-        **{
-            name: type(value)(_changed(each, change) for each in value)
-            if name != field and isinstance(value, list | tuple)  # by layer
-            else _changed(value, change)
-            for name, value in read.items()
-        }
-    )
+    changed = {}
+    for name, value in output.items():
+        if name == field:
+            changed[name] = _changed(value, change)
+        elif name not in UNREAD:  # one result of each of several layers
+            by_layer = isinstance(value, list | tuple)
+            changed[name] = [_changed(each, change) for each in value] if by_layer else _changed(value, change)
+    return type(output)(**changed)
 
 
 def _changed(value: Any, change: Callable[[Slot], Slot]) -> Any:
