@@ -34,6 +34,8 @@ FEW = (
     "a_kernel_that_takes_lengths_and_sinks",
     "features_of_early_layers_are_added_on_the_rank_of_their_positions",
     "what_towers_were_given_is_not_passed_on",
+    "pictures_of_several_sizes_on_their_ranks",
+    "each_rank_runs_towers_on_its_part",
     "overlapping_exchanges_change_no_bit_of_a_loss",
     "exchanges_are_under_way_while_others_are_projected",
     "attention_whose_exchanges_cannot_overlap_is_refused",

@@ -239,8 +239,10 @@ def text_batch(rows: int = 2, length: int = 12, seed: int = 0) -> dict[str, Tens
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def media_inputs(model_type: str, modality: str = "image", seed: int = 0) -> dict[str, Tensor]:
-    """One image, video or sound, as the model's processor gives it."""
+def media_inputs(
+    model_type: str, modality: str = "image", seed: int = 0, grid: Sequence[int] = (1, 4, 4)
+) -> dict[str, Tensor]:
+    """One image, video or sound, as the model's processor gives it; of so many frames, rows and columns of patches."""
     torch.manual_seed(seed)
     if model_type == "mllama":
         sizes = {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long)}
@@ -252,20 +254,25 @@ def media_inputs(model_type: str, modality: str = "image", seed: int = 0) -> dic
     if model_type == "qwen2_audio":
         return {"input_features": torch.randn(1, 16, 16), "feature_attention_mask": torch.ones(1, 16).long()}
     if modality == "audio":
-        return {"input_features": torch.randn(1, 16, 8), "feature_attention_mask": torch.ones(1, 8, dtype=torch.long)}
-    name, grid = ("pixel_values", "image") if modality == "image" else ("pixel_values_videos", "video")
+        length = 2 * grid[2]
+        return {"input_features": torch.randn(1, 16, length), "feature_attention_mask": torch.ones(1, length).long()}
+    name, kind = ("pixel_values", "image") if modality == "image" else ("pixel_values_videos", "video")
     if "depth" in CONFIGS[model_type]["vision_config"]:
-        seconds = {"video_second_per_grid": torch.ones(1)} if "omni" in model_type and grid == "video" else {}
-        return {name: torch.randn(16, 96), f"{grid}_grid_thw": torch.tensor([[1, 4, 4]]), **seconds}
+        seconds = {"video_second_per_grid": torch.ones(1)} if "omni" in model_type and kind == "video" else {}
+        shape = torch.tensor([grid])
+        return {name: torch.randn(int(shape.prod()), 96), f"{kind}_grid_thw": shape, **seconds}
     images = {"idefics3": (1, 1), "llava_next": (1, 2)}.get(model_type, (1,))
-    sizes = {"image_sizes": torch.tensor([[16, 16]])} if model_type in ("llava_next", "mistral3") else {}
-    return {name: torch.randn(*images, 3, 16, 16), **sizes}
+    height, width = 4 * grid[1], 4 * grid[2]
+    sizes = {"image_sizes": torch.tensor([[height, width]])} if model_type in ("llava_next", "mistral3") else {}
+    return {name: torch.randn(*images, 3, height, width), **sizes}
 
 
-def media_batch(model: Any, modality: str = "image", seed: int = 0) -> dict[str, Tensor]:
+def media_batch(
+    model: Any, modality: str = "image", seed: int = 0, grid: Sequence[int] = (1, 4, 4)
+) -> dict[str, Tensor]:
     """A row of text with one image, video or sound in it; the placeholders are as many as the model makes features."""
     model_type = model.config.model_type
-    inputs = media_inputs(model_type, modality, seed)
+    inputs = media_inputs(model_type, modality, seed, grid)
     rows = {"mllama": 1, "qwen2_audio": 4}.get(model_type) or _features(model, modality, inputs)
     token = {"image": _IMAGE, "video": _VIDEO, "audio": _AUDIO}[modality]
     as_images = model_type == "glm4v" and modality == "video"  # whose videos are tokens of images, of another kind

@@ -55,8 +55,9 @@ class RunningForward:
 def whole_forward(model: nn.Module, running: RunningForward, config_at: str, interface: str) -> Callable[..., Any]:
     """A forward for ``model`` that is given a whole batch, around the decoder of :func:`split_forward`.
 
-    What runs outside of that decoder (towers, and what puts their features among those of words) computes the whole on
-    every rank. So each position's features have a gradient on one rank, and the ranks' mean is that of one process.
+    What runs outside of that decoder (towers that can't be divided, and what puts features among those of words)
+    computes the whole on every rank. So each position's features have a gradient on one rank, and the ranks' mean is
+    that of one process.
 
     Args:
         model: the model whose forward it replaces.

@@ -20,6 +20,7 @@ from veomni_transformers.attention.locator import attention_function, readers_by
 from veomni_transformers.attention.mask_builders import takes_lengths
 from veomni_transformers.proving.functions import current_forward, global_functions, with_globals
 from veomni_transformers.sequence.attention import ulysses_attention, whole_mask
+from veomni_transformers.sequence.divided_towers import described, division_changes, divisions
 from veomni_transformers.sequence.exchange import ranks_of
 from veomni_transformers.sequence.forward import (
     RunningForward,
@@ -46,6 +47,7 @@ class SequenceParallel(Transformation):
         order: which positions each of them holds.
         attention: the attention's name in configs.
         overlap: whether exchanges run while projections are computed.
+        towers: how the ranks divide the inputs of towers; empty for a model of text alone.
 
     Example:
         >>> import torch
@@ -65,16 +67,17 @@ class SequenceParallel(Transformation):
 
     name = "sequence parallelism"
 
-    def __init__(self, model: nn.Module, order: Order, attention: str, overlap: bool = False) -> None:
+    def __init__(self, model: nn.Module, order: Order, attention: str, overlap: bool = False, towers: str = "") -> None:
         super().__init__(model)
         self.group, self.order, self.attention, self.overlap = order.group, order, attention, overlap
+        self.towers = towers
 
     def describe(self) -> str:
         """For receipts: ``Ulysses, sp=4, over flash_attention_4``, or ``ring, cp=2, Ulysses, sp=2, over sdpa``."""
         kinds = [f"ring, cp={self.order.slots}"] if self.order.slots > 1 or not self.order.heads else []
         kinds += [f"Ulysses, sp={self.order.heads.size()}"] if self.order.heads else []
         overlapped = ", overlapping with projections" if self.overlap else ""
-        return f"{', '.join(kinds)}, over {self.attention}{overlapped}"
+        return f"{', '.join(kinds)}, over {self.attention}{overlapped}{self.towers and f'; {self.towers}'}"
 
     def gather_outputs(self, x: Tensor, dim: int) -> Tensor:
         """Every rank's part ``[.., S/n, ..]`` of logits, say, joined as they follow in the sequence, on every rank."""
@@ -86,9 +89,10 @@ def apply_ulysses(model: nn.Module, group: ProcessGroup | None = None, *, overla
 
     Call it after :func:`veomni_core.bind` (and before DDP or FSDP2). From then on every rank of the group calls the
     model with the same whole batch (``input_ids[B, S]``, ``labels``, ``attention_mask``, ``position_ids``,
-    ``cu_seq_lens_q``, pixels, sound); the model runs on ``[B, S/n]`` of it. Towers run whole on each rank: the text
-    decoder is what is cut, with their features among those of words. ``loss`` and ``aux_loss`` are those of the whole
-    sequence on every rank; ``logits[B, S/n, V]`` are this rank's (:func:`gather_outputs` joins them). A parameter's
+    ``cu_seq_lens_q``, pixels, sound); the model runs on ``[B, S/n]`` of it. Of pictures, frames and sounds each rank
+    runs towers on some, and gets all features, among those of words. A tower in which they depend on one another runs
+    whole on each rank; the receipt says so. ``loss`` and ``aux_loss`` are those of the whole sequence on every rank;
+    ``logits[B, S/n, V]`` are this rank's (:func:`gather_outputs` joins them). A parameter's
     gradient is the *mean* over the ranks; DDP or FSDP2 over all data-parallel and sequence-parallel ranks computes it.
 
     A call of the model raises ``ConfigError`` for inputs that can't be sharded, ``HostError`` if the first batches of
@@ -193,8 +197,12 @@ def _applied(model: nn.Module, order: Order, overlap: bool) -> SequenceParallel:
     (chosen,) = attention
     path = chosen.site.path
     name = chosen.kernel if chosen.bound else interface_of(model.get_submodule(path))
-    applied = SequenceParallel(model, order, name, overlap)
-    applied.apply(_changes(model, order, path, [site.path for site in balancing], mixers, overlap))
+    towers = divisions(model)
+    applied = SequenceParallel(model, order, name, overlap, described(towers))
+    changes = _changes(model, order, path, [site.path for site in balancing], mixers, overlap)
+    owner = SequenceParallel.name
+    of_towers = ((at, owner, change) for at, change in division_changes(model, towers, order.group))
+    applied.apply(itertools.chain(of_towers, changes))
     return applied
 
 

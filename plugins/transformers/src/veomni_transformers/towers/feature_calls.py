@@ -20,7 +20,7 @@ _METHOD = re.compile(r"get_(image|video|audio)_features$")
 _ARGUMENTS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 _EMBEDDINGS = "get_input_embeddings"
 _FIELDS = ("pooler_output", "last_hidden_state")  # of a method's output: its caller reads one of them
-_UNREAD = {*_FIELDS, "hidden_states", "attentions"}
+UNREAD = {*_FIELDS, "hidden_states", "attentions"}
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def read_tensors(output: Any, field: str) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, ModelOutput):
-        output = [value for name, value in output.items() if name == field or name not in _UNREAD]
+        output = [value for name, value in output.items() if name == field or name not in UNREAD]
     if isinstance(output, list | tuple):
         return [tensor for value in output for tensor in read_tensors(value, field)]
     return []

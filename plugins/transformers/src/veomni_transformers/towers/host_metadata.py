@@ -20,6 +20,7 @@ from veomni_transformers.proving import probe
 from veomni_transformers.proving.functions import code_layers, current_forward, global_functions, with_globals
 from veomni_transformers.proving.hollow_twin import ZERO, LinearsOfZeros, hollow_twin
 from veomni_transformers.towers.feature_calls import FeatureCall, feature_calls
+from veomni_transformers.towers.smallest_input import own_class
 
 _TAKEN = "kwargs"  # the parameter by which transformers' functions take what was computed before
 _OPENS = "accepts_precomputed_kwargs"  # transformers' decorator of methods that pass them on
@@ -53,6 +54,7 @@ class HostMetadata:
         with probe.seeded():
             for path, calls in feature_calls(model):
                 twin = hollow_twin(model.get_submodule(path)).eval()
+                twin.__class__ = own_class(twin)  # whose methods don't divide their inputs over ranks
                 _without_layers(twin)
                 for _, module in named_modules(twin):
                     self._record(module)
@@ -77,7 +79,7 @@ class HostMetadata:
                     continue
                 self._found = {}
                 method = getattr(twin, call.method)
-                if not _is_open(method):
+                if not is_open(method):
                     continue
                 taken = inspect.signature(method).parameters
                 inputs = {name: _shape_alone(value) for name, value in batch.items() if name in taken}
@@ -141,7 +143,7 @@ def _takes_precomputed(value: Any) -> bool:
     return _TAKEN in inspect.signature(value).parameters
 
 
-def _is_open(method: Any) -> bool:
+def is_open(method: Any) -> bool:
     """Whether ``method`` takes, beside its own arguments, those that were computed before."""
     layers = code_layers(getattr(method, "__func__", method))
     return any(layer.__code__.co_qualname.startswith(_OPENS) for layer in layers)

@@ -37,10 +37,10 @@ def smallest_input(module: Any, call: FeatureCall) -> tuple[Inputs, str]:
     why_not = call.why_not or "no part of it takes such inputs"
     for layers in () if call.why_not else (_LAYERS, None):
         with probe.seeded():
-            small, failed = probe.attempt(partial(_small_copy, module, layers))
+            small, failed = probe.attempt(partial(small_copy, module, layers))
             if failed:
                 return {}, failed
-            for inputs in _forms(module, call):
+            for inputs in forms(module, call):
                 _, why_not = probe.attempt(partial(_check, small, call, inputs))
                 if not why_not:
                     return inputs, ""
@@ -59,7 +59,7 @@ def _check(small: Any, call: FeatureCall, inputs: Inputs) -> None:
         raise ValueError("no gradients, or some that are not zero")
 
 
-def _forms(module: Any, call: FeatureCall) -> Iterator[Inputs]:
+def forms(module: Any, call: FeatureCall) -> Iterator[Inputs]:
     """Forms in which transformers' towers take inputs, from small to large."""
     wanted = AUDIO if call.modality == "audio" else VISION
     tower: Any = next((each for each in module.modules() if tower_kind(each) == wanted), None)
@@ -120,8 +120,11 @@ def _sizes(config: Any, name: str) -> Iterator[int]:
         yield value[0]
 
 
-def _small_copy(module: nn.Module, layers: int | None) -> nn.Module:
-    """A copy of ``module`` in float32 on the CPU with its own code; children with embeddings of words are shared."""
+def small_copy(module: nn.Module, layers: int | None, repeated: bool = False) -> nn.Module:
+    """A copy of ``module`` in float32 on the CPU with its own code; children with embeddings of words are shared.
+
+    Of equal layers it has the first ``layers``, which ``repeated`` puts in the place of the others too.
+    """
     configs: dict[int, Any] = {}
     words: Any = module.get_input_embeddings()  # type: ignore[operator]
     shared = {id(each) for each in module.children() if any(inner is words for inner in each.modules())}
@@ -136,7 +139,7 @@ def _small_copy(module: nn.Module, layers: int | None) -> nn.Module:
 
     def small(each: nn.Module) -> nn.Module:
         twin = probe.bare_copy(each)
-        twin.__class__ = _own_class(each)
+        twin.__class__ = own_class(each)
         vars(twin).update({name: copied(value) for name, value in vars(twin).items()})
         vars(twin).pop("_output_capturing_hooks_installed", None)  # transformers installs them again; none was copied
         for name, value in each._parameters.items():
@@ -145,9 +148,13 @@ def _small_copy(module: nn.Module, layers: int | None) -> nn.Module:
                 twin._parameters[name] = nn.Parameter(probe.random(*value.shape, scale=scale))
         twin._buffers.update({name: _values(buffer) for name, buffer in each._buffers.items() if buffer is not None})
         children = [(name, child) for name, child in each._modules.items() if child is not None]
+        names = [name for name, _ in children]
         if isinstance(each, nn.ModuleList) and len({type(child) for _, child in children}) == 1:
             children = children[:layers]
-        twin._modules.update({name: child if id(child) in shared else small(child) for name, child in children})
+        made = [child if id(child) in shared else small(child) for _, child in children]
+        twin._modules.update(
+            {name: made[n % len(made)] for n, name in enumerate(names if repeated else names[: len(made)])}
+        )
         return twin
 
     twin = small(module)
@@ -157,7 +164,7 @@ def _small_copy(module: nn.Module, layers: int | None) -> nn.Module:
     return twin
 
 
-def _own_class(module: nn.Module) -> type[nn.Module]:
+def own_class(module: nn.Module) -> type[nn.Module]:
     """The class whose forward is the model's own code, also beneath a class of FSDP2."""
     return next((eager_class(kind) for kind in type(module).__mro__ if EAGER in vars(kind)), type(module))
 
