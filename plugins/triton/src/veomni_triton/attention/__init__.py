@@ -112,8 +112,8 @@ class _Attention(Function):
     @without_autocast
     def backward(ctx: Any, doutput: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         found = torch.ops.veomni_triton.attention_gradients.default(doutput, *ctx.saved_tensors, *ctx.settings)
-        *of_heads, of_sinks = (*found[:3], None, found[3])
-        wanted = zip((*of_heads, of_sinks), ctx.needs_input_grad, strict=False)
+        of_operands: tuple[Tensor | None, ...] = (*found[:3], None, found[3])
+        wanted = zip(of_operands, ctx.needs_input_grad, strict=False)
         return *(x if needed else None for x, needed in wanted), *(None,) * 6
 
 
