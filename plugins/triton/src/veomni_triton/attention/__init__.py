@@ -111,9 +111,8 @@ class _Attention(Function):
     @first_derivatives_only
     @without_autocast
     def backward(ctx: Any, doutput: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        found = torch.ops.veomni_triton.attention_gradients.default(doutput, *ctx.saved_tensors, *ctx.settings)
-        of_operands: tuple[Tensor | None, ...] = (*found[:3], None, found[3])
-        wanted = zip(of_operands, ctx.needs_input_grad, strict=False)
+        *found, dsinks = torch.ops.veomni_triton.attention_gradients.default(doutput, *ctx.saved_tensors, *ctx.settings)
+        wanted = zip((*found, None, dsinks), ctx.needs_input_grad, strict=False)
         return *(x if needed else None for x, needed in wanted), *(None,) * 6
 
 
