@@ -1,4 +1,4 @@
-"""A registry of one plugin's kernels that binds them on a CPU too, where Triton's interpreter runs them."""
+"""A registry of some plugins' kernels that binds them on a CPU too, where Triton's interpreter runs them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from veomni_core.discovery.registry import PluginRecord, build_registry
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def registry(plugin: ModuleType, anywhere: bool):
-    """The plugin's kernels alone; ``anywhere`` lets the interpreter run them, which is no GPU."""
-    kernels = plugin.veomni_kernels()
-    if anywhere:
-        kernels = [replace(spec, hardware=HardwareRequirement()) for spec in kernels]
-    name = plugin.__name__.partition(".")[0].replace("_", "-")
-    record = PluginRecord(name, name, "0", plugin.__name__, kernels=tuple(kernels))
-    return build_registry([*definitions(), record], {})
+def registry(*plugins: ModuleType, anywhere: bool):
+    """The plugins' kernels alone; ``anywhere`` lets the interpreter run them, which is no GPU."""
+    records = []
+    for plugin in plugins:
+        kernels = plugin.veomni_kernels()
+        if anywhere:
+            kernels = [replace(spec, hardware=HardwareRequirement()) for spec in kernels]
+        name = plugin.__name__.partition(".")[0].replace("_", "-")
+        records.append(PluginRecord(name, name, "0", plugin.__name__, kernels=tuple(kernels)))
+    return build_registry([*definitions(), *records], {})

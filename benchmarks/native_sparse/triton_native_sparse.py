@@ -38,6 +38,7 @@ from veomni_conformance.triton_interpreter import mend_interpreter
 from veomni_ops import native_sparse as ops
 from veomni_ops import native_sparse_samples as samples
 from veomni_triton import native_sparse as ours
+from veomni_triton.attention_launches import Launch
 from veomni_triton.native_sparse import launches
 
 TITLE = "Native sparse attention at the paper's widths, bf16"
@@ -211,7 +212,7 @@ def tune(shape: Shape, names: list[str]) -> None:
         kernel, grid = GRIDS[name]
         former, found = getattr(launches, name), []
         for numbers in itertools.product(*grid):
-            launch = launches.Launch(*numbers)
+            launch = Launch(*numbers)
             setattr(launches, name, launch)
             try:
                 step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -240,6 +241,15 @@ def each_rank_runs_towers_on_its_part() -> None:
         "qwen3_omni_moe_thinker": "audio features whole on each rank (features of audios depend"
     }.items():
         assert why in apply_ulysses(tiny_model(family)).describe()
+
+    def failing_on_the_last_rank(own: Any) -> Any:
+        alone = rank() == size() - 1
+        return lambda *given: replace(own(*given), why_not="no memory was left") if alone else own(*given)
+
+    with replaced("division_of", failing_on_the_last_rank):
+        said = apply_ulysses(tiny_model("qwen3_vl")).describe()
+        assert said.count("no memory was left") == 2 and "divided over" not in said, said
+        equal_to_one_process("qwen3_vl", batch)
 
 
 def media_batch_of_text() -> dict[str, Tensor]:

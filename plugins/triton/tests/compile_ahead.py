@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from calls_ahead import Call, compile_calls
+from veomni_ops.attention import AttentionModule
 from veomni_triton import (
+    attention,
     causal_conv1d,
     chunk_gated_delta_rule,
     dsa_attention,
@@ -42,8 +44,10 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     yield "scan of channels", lambda: _selective_scan(tensor, 1536, 16)
     yield "sparse attention", lambda: _sparse_attention(tensor, 128, 512, 64, 128, 64)
     yield "sparse attention, native", lambda: _native_sparse(tensor, (64, 4), (192, 128))
+    yield "attention of 128", lambda: _attention(tensor, 128)
     if dtype == torch.float32:  # all other launches have as many elements in a tile as those of 16 bits, or far fewer
         return
+    yield "attention of 256", lambda: _attention(tensor, 256)
     heads, angles = (1, 8, 64, 128), (1, 64, 128)
     yield (
         "rotation",
@@ -99,6 +103,12 @@ def _native_sparse(tensor: Callable[..., Tensor], heads: tuple[int, int], widths
     of_keys, of_values = (tensor(1, compressed, heads[1], width) for width in widths)
     query, gates = tensor(1, length, heads[0], widths[0]), tensor(1, length, heads[0], 3)
     return native_sparse.native_sparse(query, keys, values, of_keys, of_values, gates)
+
+
+def _attention(tensor: Callable[..., Tensor], width: int) -> Tensor:
+    query, key, value = (tensor(1, heads, 256, width) for heads in (16, 4, 4))
+    mask = torch.zeros(1, 1, 256, 256, dtype=query.dtype)
+    return attention.attention(AttentionModule(4), query, key, value, mask, softcap=50.0, s_aux=tensor(16))[0]
 
 
 def _scan(tensor: Callable[..., Tensor], width: int, state: int) -> Tensor:

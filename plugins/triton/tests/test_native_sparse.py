@@ -12,6 +12,7 @@ from veomni_ops import native_sparse as ops
 from veomni_ops import native_sparse_samples as samples
 from veomni_ops.contract import Size
 from veomni_triton import native_sparse
+from veomni_triton.attention_launches import Launch
 from veomni_triton.native_sparse import launches, operators
 from veomni_triton.plugin import veomni_kernels
 
@@ -31,7 +32,7 @@ def test_conformance(dtype):
 @pytest.fixture
 def in_parts(monkeypatch):
     """Tiles of 16, and wherever work is cut in parts, several of them."""
-    monkeypatch.setattr(launches, "SMALL", launches.Launch(16, 16, 4, 1))
+    monkeypatch.setattr(launches, "SMALL", Launch(16, 16, 4, 1))
     for name, value in {"_SUMS": 1, "SHARE": 2, "PART": 3}.items():
         monkeypatch.setattr(operators, name, value)
 

@@ -16,7 +16,7 @@ from veomni_triton.plugin import veomni_kernels
 from veomni_triton.token_logprobs import launch, tiles
 from veomni_triton.token_logprobs.tiles import ALIGNMENT, FEWEST_WORDS, TILE_BYTES, Tiles
 
-(SPEC,) = (spec for spec in veomni_kernels() if spec.op_name == "token_logprobs")
+SPECS = [spec for spec in veomni_kernels() if spec.op_name in ("token_logprobs", "cross_entropy_loss")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter runs one element after the other.
 SAMPLES = {} if DEVICE == "cuda" else {"largest": Size.SMALL, "every_form": False}
@@ -25,9 +25,10 @@ BOTH = ("logprobs", "entropy")
 
 @pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("kept_mib", [0, 512])
-@pytest.mark.parametrize("dtype", SPEC.dtypes)
-def test_conformance(dtype, kept_mib):
-    check_kernel(SPEC.configured("the test", {"kept_mib": kept_mib}), DEVICE, dtype, **SAMPLES).raise_if_failed()
+@pytest.mark.parametrize("dtype", SPECS[0].dtypes)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_conformance(spec, dtype, kept_mib):
+    check_kernel(spec.configured("the test", {"kept_mib": kept_mib}), DEVICE, dtype, **SAMPLES).raise_if_failed()
 
 
 @given(
@@ -48,6 +49,17 @@ def test_any_tiles(tokens, vocabulary, words, columns, kept_words, bias):
         kernel = kernels.causal(0)
         kernel.keywords["kept_bytes"] = 4 * tokens * kept_words
         _assert_same(kernel, inputs, outputs=OUTPUTS)
+
+
+@pytest.mark.parametrize("name, same", [("causal_in_fixed_order", True), ("causal", False)])
+def test_in_a_fixed_order_no_bits_depend_on_how_many_tokens_there_are(monkeypatch, name, same):
+    """More tokens have narrower tiles of words, and other products."""
+    monkeypatch.setattr(tiles, "TILE_BYTES", 1 << 14)
+    states, weight, labels, bias = _problem(40, 5000, bias=True, hidden=24)
+    kernel = getattr(kernels, name)(kept_mib=1)
+    among = kernel(states, weight, labels, bias, outputs=OUTPUTS)
+    alone = kernel(states[7:8], weight, labels[7:8], bias, outputs=OUTPUTS)
+    assert all(torch.equal(many[7:8], one) for many, one in zip(among, alone, strict=True)) == same
 
 
 def _problem(tokens, vocabulary, bias=False, hidden=12):

@@ -23,6 +23,7 @@ OPS: tuple[OpSpec, ...] = (
             "npu_fusion_attention": "veomni-npu",
             "native-sparse": "veomni-triton",
             "torch": "veomni-torch",
+            "triton": "veomni-triton",
         },
         # The names in VeOmni's own trainer. Sequence parallelism is set by sp_size, independently of the kernel.
         legacy_values={f"veomni_flash_attention_{n}_with_sp": f"flash_attention_{n}" for n in (2, 3, 4)},
@@ -145,6 +146,7 @@ OPS: tuple[OpSpec, ...] = (
         published={
             "chunk_loss": "veomni-torch",
             "fixed_order": "veomni-torch",
+            "triton_fixed_order": "veomni-triton",
             "liger_kernel": "veomni-liger",
             "quack": "veomni-quack",
             "npu": "veomni-npu",
@@ -158,7 +160,12 @@ OPS: tuple[OpSpec, ...] = (
         description="log-probabilities of tokens and entropies, from the output projection's inputs",
         follows_autocast=True,
         on_request=True,
-        published={"chunk_logprobs": "veomni-torch", "fixed_order": "veomni-torch", "triton": "veomni-triton"},
+        published={
+            "chunk_logprobs": "veomni-torch",
+            "fixed_order": "veomni-torch",
+            "triton": "veomni-triton",
+            "triton_fixed_order": "veomni-triton",
+        },
     ),
     OpSpec(
         name="chunk_gated_delta_rule",
@@ -238,6 +245,7 @@ OPS: tuple[OpSpec, ...] = (
             "fused_triton": "veomni-triton-moe",
             "fused_triton_recompute": "veomni-triton-moe",
             "fused_triton_accumulate": "veomni-triton-moe",
+            "fused_triton_fixed_order": "veomni-triton-moe",
             "fused_liger": "veomni-liger",
             "fused_quack": "veomni-quack",
             "fused_npu": "veomni-npu",

@@ -1,4 +1,4 @@
-"""The sigmoid and SiLU of a float32 block, each with its derivative."""
+"""The sigmoid and SiLU of a float32 block, each with its derivative, and the hyperbolic tangent."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def silu(x):
     """``x * sigmoid(x)`` and its derivative, both in x's shape; the compiler drops the one that isn't used."""
     share, _ = sigmoid(x)
     return x * share, share * (1.0 + x * (1.0 - share))
+
+
+@triton.jit
+def tanh(x):
+    """The hyperbolic tangent to float32's precision: below 0.1 the quotient of exponentials would cancel."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    square = x * x
+    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0))))
+    return tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0.0, -far, far))

@@ -72,11 +72,11 @@ class _Linear(Function):
         return dx, dweight, rows.sum(0, dtype=torch.float32).to(dy.dtype) if of_bias else None
 
 
-def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``rows[N, A] @ weight[B, A].T + bias[B]``, ``[N, B]``; any strides."""
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor | None = None) -> Tensor:
+    """``rows[N, A] @ weight[B, A].T + bias[B]``, ``[N, B]``; any strides, but of ``result``, if it is given."""
     (count, width), outputs = rows.shape, weight.shape[0]
     bias = None if bias is None else bias.contiguous()
-    result = rows.new_empty(count, outputs)
+    result = rows.new_empty(count, outputs) if result is None else result
     if result.numel():
         tile = launch_for(rows, outputs)
         with torch.cuda.device_of(rows):

@@ -76,6 +76,23 @@ def veomni_kernels() -> list[KernelSpec]:
         ),
         KernelSpec(
             name="triton",
+            op_name="attention",
+            variant="standard",
+            factory="veomni_triton.attention:attention",
+            hardware=_MATRIX_UNITS,
+            suspicions=_NEVER_RUN,
+            description="batch-invariant: blocks of keys are counted from the first one that a query sees",
+            preference=0,  # on request: others are faster
+            features=(
+                *("dense_mask", "sliding_window", "packed", "softcap", "softcap_by_lengths", "sinks"),
+                "odd_heads",
+            ),
+            # As for eager attention, which hides what that hides, in any model.
+            mask="transformers.masking_utils:eager_mask",
+            batch_invariant=True,
+        ),
+        KernelSpec(
+            name="triton",
             op_name="chunk_gated_delta_rule",
             variant="standard",
             factory="veomni_triton.chunk_gated_delta_rule:standard",
@@ -162,5 +179,30 @@ def veomni_kernels() -> list[KernelSpec]:
             preference=_PREFERENCE,
             features=("top1", "mean_logit", "log_sum_squares"),
             options=(_KEPT_MIB,),
+        ),
+        KernelSpec(
+            name="triton_fixed_order",
+            op_name="token_logprobs",
+            variant="causal",
+            factory="veomni_triton.token_logprobs:causal_in_fixed_order",
+            hardware=_MATRIX_UNITS,
+            suspicions=_NEVER_RUN,
+            description="batch-invariant: triton, with linear's products",
+            preference=0,  # on request: slower
+            features=("top1", "mean_logit", "log_sum_squares"),
+            options=(_KEPT_MIB,),
+            batch_invariant=True,
+        ),
+        KernelSpec(
+            name="triton_fixed_order",
+            op_name="cross_entropy_loss",
+            variant="causal",
+            factory="veomni_triton.cross_entropy_loss:causal",
+            hardware=_MATRIX_UNITS,
+            suspicions=_NEVER_RUN,
+            description="batch-invariant: the mean of token_logprobs' triton_fixed_order",
+            preference=0,  # on request: slower
+            options=(_KEPT_MIB,),
+            batch_invariant=True,
         ),
     ]

@@ -21,7 +21,13 @@ _MAX_TOKENS = KernelOption(
 
 
 def _experts(
-    name: str, variant: str, function: str, description: str, preference: int = 0, expert_parallel: bool = True
+    name: str,
+    variant: str,
+    function: str,
+    description: str,
+    preference: int = 0,
+    expert_parallel: bool = True,
+    batch_invariant: bool = False,
 ) -> KernelSpec:
     """A form with a trade-off has preference 0: it is only used if it is requested by name."""
     return KernelSpec(
@@ -35,6 +41,7 @@ def _experts(
         expert_parallel=expert_parallel,
         preference=preference,
         features=("lora",),
+        batch_invariant=batch_invariant,
     )
 
 
@@ -42,6 +49,7 @@ def _experts(
 def veomni_kernels() -> list[KernelSpec]:
     """Every kernel, deterministic in forward and backward."""
     plain = "gather, product and activation in one"
+    fixed = "batch-invariant: fused_triton, with the same tiles for few rows and for many"
     return [
         _experts("fused_triton", "standard", "standard", plain, _PREFERENCE),
         _experts("fused_triton", "clamped", "clamped", plain, _PREFERENCE),
@@ -58,6 +66,8 @@ def veomni_kernels() -> list[KernelSpec]:
             "fused_triton, adding the weights' gradients in place to earlier ones",
             expert_parallel=False,  # it needs weights that are leaves
         ),
+        _experts("fused_triton_fixed_order", "standard", "standard_in_fixed_order", fixed, batch_invariant=True),
+        _experts("fused_triton_fixed_order", "clamped", "clamped_in_fixed_order", fixed, batch_invariant=True),
         KernelSpec(
             name="triton",
             op_name="load_balancing_loss",

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as collectives
 from torch.nn import functional as F
@@ -23,11 +24,26 @@ from veomni_transformers.towers.division import Division, Slot, division_of, slo
 from veomni_transformers.towers.feature_calls import feature_calls
 
 
-def divisions(model: nn.Module) -> list[tuple[str, Division]]:
-    """How the ranks divide the inputs of each tower of ``model``, with the module's path that calls it."""
-    return [
+def divisions(model: nn.Module, group: ProcessGroup) -> list[tuple[str, Division]]:
+    """How the ranks of ``group`` divide the inputs of each tower of ``model``, with the module's path that calls it.
+
+    Each rank proves it by itself. What one of them can't, for want of memory, stays whole on all: they would wait for
+    features that never come.
+    """
+    found = [
         (path, division_of(model.get_submodule(path), call)) for path, calls in feature_calls(model) for call in calls
     ]
+    mine = [(each.by_frames, each.why_not) for _, each in found]
+    answers: list[Any] = [None] * group.size()
+    distributed.all_gather_object(answers, mine, group=group)
+    agreed = []
+    for (path, division), *outcomes in zip(found, *answers, strict=True):
+        why_not = next((f"rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why), "")
+        by_frames = all(frames for frames, _ in outcomes)
+        if not division.why_not:
+            division = replace(division, by_frames=by_frames, why_not=why_not)
+        agreed.append((path, division))
+    return agreed
 
 
 def division_changes(

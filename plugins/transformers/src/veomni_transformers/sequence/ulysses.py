@@ -197,7 +197,7 @@ def _applied(model: nn.Module, order: Order, overlap: bool) -> SequenceParallel:
     (chosen,) = attention
     path = chosen.site.path
     name = chosen.kernel if chosen.bound else interface_of(model.get_submodule(path))
-    towers = divisions(model)
+    towers = divisions(model, order.group)
     applied = SequenceParallel(model, order, name, overlap, described(towers))
     changes = _changes(model, order, path, [site.path for site in balancing], mixers, overlap)
     owner = SequenceParallel.name

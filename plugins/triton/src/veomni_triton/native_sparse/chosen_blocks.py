@@ -1,6 +1,6 @@
 """The branch of native sparse attention over blocks that each query has chosen, and the choice.
 
-The shape legend is that of ``tiles``.
+The shape legend is that of ``attention_tiles``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from veomni_triton.native_sparse.tiles import (
+from veomni_triton.attention_tiles import (
     add_rows,
     attend,
     dlogits,

@@ -1,6 +1,6 @@
 """The branches of native sparse attention over a range of keys for each query: compressed keys, and a window.
 
-Of both ranges' ends, none is before that of an earlier query. The shape legend is that of ``tiles``.
+Of both ranges' ends, none is before that of an earlier query. The shape legend is that of ``attention_tiles``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from veomni_triton.native_sparse.tiles import (
+from veomni_triton.attention_tiles import (
     add_rows,
     attend,
     dlogits,

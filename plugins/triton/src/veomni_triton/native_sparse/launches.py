@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from veomni_ops.native_sparse import Places, Sizes, bounds_of
-from veomni_triton.gpu import gpu_of
+from veomni_triton.attention_launches import SMALL, Launch, constants_of, takes_small
 from veomni_triton.sizes import power_of_two
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Queries of a tile (rows, of a chosen block's), keys of a tile, warps, and the depth of the loop's pipeline."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
 
 # The fastest of those that an H100 was given with 16384 tokens, 64 heads of 4 key heads, and widths of 192 and 128, by
 # `benchmarks/native_sparse/triton_native_sparse.py --tune`; SUMS was not tuned. A chosen block is a tile of keys.
 FORWARD, DQUERY, DKEYS = Launch(64, 32, 4, 3), Launch(64, 32, 4, 3), Launch(32, 64, 4, 2)
 SUMS = Launch(64, 128, 8, 2)
 CHOSEN, CHOSEN_DQUERY, CHOSEN_DKEYS = Launch(16, 64, 4, 2), Launch(16, 64, 4, 2), Launch(32, 64, 4, 2)
-SMALL = Launch(32, 32, 4, 1)  # in float32, and for GPUs with less shared memory
-BYTES = 200 << 10
 
 
 class Call:
@@ -56,34 +42,24 @@ class Call:
         self.complete = places.compressed_begin.clamp_max(last).int(), places.compressed_stop.clamp_max(last).int()
         stops = torch.arange(1, self.tokens + 1, dtype=torch.int32, device=self.query.device)
         self.last_keys = torch.maximum(self.begins, stops - sizes.window), stops
-        self.is_small = self.query.dtype == torch.float32 or gpu_of(self.query.device).shared_bytes < BYTES
+        self.is_small = takes_small(self.query)
 
     def widths(self) -> tuple[int, int, int, int]:
         return self.heads, self.groups, self.width, self.value_width
 
+    def fitting(self, launch: Launch) -> Launch:
+        """That launch, or the small one where the other does not fit."""
+        return SMALL if self.is_small else launch
+
     def of_ranges(self, launch: Launch) -> dict[str, Any]:
-        launch = SMALL if self.is_small else launch
-        return {"M": launch.queries, "N": launch.keys, **self._shared(launch)}
+        launch = self.fitting(launch)
+        return {"M": launch.queries, "N": launch.keys, **constants_of(self.query, self.value_width, launch)}
 
     def of_blocks(self, launch: Launch) -> dict[str, Any]:
         """Of tiles of heads of one query and the keys of one block."""
-        launch = SMALL if self.is_small else launch
+        launch = self.fitting(launch)
         return {
             "H": max(16, power_of_two(self.heads // self.groups)),
             "N": max(16, power_of_two(self.sizes.block_size)),
-            **self._shared(launch),
-        }
-
-    def _shared(self, launch: Launch) -> dict[str, Any]:
-        first = max(16, 1 << self.width.bit_length() - 1)  # the greatest power of two in it
-        rest = max(16, power_of_two(self.width - first))
-        split = first < self.width and first + rest < 2 * first
-        return {
-            "D": first if split else max(16, power_of_two(self.width)),
-            "E": rest if split else 16,
-            "SPLIT": split,
-            "V": max(16, power_of_two(self.value_width)),
-            "PRECISION": "ieee" if self.query.dtype == torch.float32 else "tf32",
-            "num_warps": launch.warps,
-            "num_stages": launch.stages,
+            **constants_of(self.query, self.value_width, launch),
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from veomni_triton.native_sparse.tiles import load, store
+from veomni_triton.attention_tiles import load, store
 
 
 @triton.jit

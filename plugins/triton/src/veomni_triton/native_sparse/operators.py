@@ -75,7 +75,7 @@ def _choose(call: launches.Call, norms: Tensor, chosen: Tensor) -> None:
     """Fill ``chosen[B, T, G, K]``, of some queries at a time."""
     key, sizes = call.compressed[0], call.sizes
     keys = max(1, key.shape[:2].numel())
-    launch = launches.SMALL if call.is_small else launches.SUMS
+    launch = call.fitting(launches.SUMS)
     size = min(call.tokens, max(launch.queries, _SUMS // (keys * call.groups)))
     sums = key.new_empty(call.groups, size, keys, dtype=torch.float32)
     constants = call.of_ranges(launches.SUMS)
@@ -224,7 +224,7 @@ def _chosen_dkeys(
     part = torch.arange(parts, dtype=torch.int32, device=device).expand(groups, -1).contiguous()
     part_blocks = torch.searchsorted(before[:, 1:].contiguous(), part, right=True, out_int32=True)
     partial = dkey.new_empty(parts, groups, size * (call.width + call.value_width), dtype=torch.float32)
-    launch = launches.SMALL if call.is_small else launches.CHOSEN_DKEYS
+    launch = call.fitting(launches.CHOSEN_DKEYS)
     heads = call.heads // groups
     constants = {**call.of_blocks(launches.CHOSEN_DKEYS), "H": heads, "M": max(launch.queries, power_of_two(heads))}
     chosen_blocks.chosen_dkeys_kernel[parts, groups](

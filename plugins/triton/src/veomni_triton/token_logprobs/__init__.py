@@ -26,10 +26,15 @@ def causal(kept_mib: int) -> Callable[..., tuple[Tensor, ...]]:
     Args:
         kept_mib: how many MiB of logits are kept from forward to backward, instead of being computed again.
     """
-    return partial(_causal, kept_bytes=kept_mib << 20)
+    return partial(token_logprobs, kept_bytes=kept_mib << 20)
 
 
-def _causal(
+def causal_in_fixed_order(kept_mib: int) -> Callable[..., tuple[Tensor, ...]]:
+    """:func:`causal` with products whose tiles sum along the whole width: no result depends on the other tokens."""
+    return partial(causal(kept_mib), in_fixed_order=True)
+
+
+def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -41,6 +46,7 @@ def _causal(
     outputs: tuple[str, ...] = (LOGPROBS,),
     *,
     kept_bytes: int,
+    in_fixed_order: bool = False,
 ) -> tuple[Tensor, ...]:
     """Statistics of the words' distribution for each of ``hidden[N, H]``, as float32 ``[N]``; all five outputs.
 
@@ -66,6 +72,7 @@ def _causal(
         temperatures,
         (number, 1.0 if scale is None else scale, softcap or 0.0),
         ignore_index,
+        in_fixed_order,
         outputs,
         kept_bytes if learns else 0,
     )
@@ -83,15 +90,25 @@ class _TokenLogprobs(Function):
         temperatures: Tensor | None,
         numbers: tuple[float, float, float],  # temperature, scale, softcap; a softcap of 0 stands for none
         ignore_index: int,
+        in_fixed_order: bool,
         outputs: tuple[str, ...],
         kept_bytes: int,
     ) -> tuple[Tensor, ...]:
         results, log_normalizer, entropy, kept = token_logprobs_forward(
-            hidden, weight, bias, labels, temperatures, *numbers, ignore_index, list(outputs), kept_bytes
+            hidden,
+            weight,
+            bias,
+            labels,
+            temperatures,
+            *numbers,
+            ignore_index,
+            in_fixed_order,
+            list(outputs),
+            kept_bytes,
         )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, labels, temperatures, log_normalizer, entropy, kept)
-        ctx.numbers, ctx.ignore_index, ctx.outputs = numbers, ignore_index, outputs
+        ctx.numbers, ctx.how, ctx.outputs = numbers, (ignore_index, in_fixed_order), outputs
         ctx.mark_non_differentiable(
             *(result for name, result in zip(outputs, results, strict=True) if name not in (LOGPROBS, ENTROPY))
         )
@@ -104,10 +121,10 @@ class _TokenLogprobs(Function):
         given = dict(zip(ctx.outputs, upstream, strict=True))
         dlogprobs, dentropy = given.get(LOGPROBS), given.get(ENTROPY)
         if dlogprobs is None and dentropy is None:
-            return (None,) * 9
+            return (None,) * 10
         gradients = iter(
             token_logprobs_gradients(
-                dlogprobs, dentropy, *ctx.saved_tensors, *ctx.numbers, ctx.ignore_index, list(ctx.needs_input_grad[:3])
+                dlogprobs, dentropy, *ctx.saved_tensors, *ctx.numbers, *ctx.how, list(ctx.needs_input_grad[:3])
             )
         )
-        return *(next(gradients) if wanted else None for wanted in ctx.needs_input_grad[:3]), *(None,) * 6
+        return *(next(gradients) if wanted else None for wanted in ctx.needs_input_grad[:3]), *(None,) * 7

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from veomni_triton.activations import tanh
+
 # The rows of ``sums[SUMS, N]``. With m the largest logit so far and e = exp(z - m): TOTAL is the sum of e, WEIGHTED of
 # e * (z - m), SQUARES of e * e, PLAIN of z. Sums of z - m keep the entropy exact where one word has nearly all
 # probability; those of z would cancel there. BEFORE_LABEL is the largest logit among the words before the label.
@@ -124,20 +126,10 @@ def _final_logits(x, divisor, scale, softcap, CAPPED: tl.constexpr):
     x = x * scale
     slope = scale / divisor
     if CAPPED:
-        bounded = _tanh(x / softcap)
+        bounded = tanh(x / softcap)
         x = softcap * bounded
         slope = slope * (1.0 - bounded * bounded)
     return x / divisor, slope
-
-
-@triton.jit
-def _tanh(x):
-    """The hyperbolic tangent to float32's precision: below 0.1 the quotient of exponentials would cancel."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - e) / (1.0 + e)
-    square = x * x
-    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0))))
-    return tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0.0, -far, far))
 
 
 @triton.jit

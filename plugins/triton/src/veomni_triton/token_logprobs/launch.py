@@ -10,8 +10,9 @@ from torch import Tensor
 from veomni_ops.token_logprobs import ENTROPY, LOG_SUM_SQUARES, MEAN_LOGIT, TOP1
 from veomni_triton.sizes import ceil_div
 from veomni_triton.token_logprobs.kernels import gradients_kernel, sums_kernel
+from veomni_triton.token_logprobs.tiles import COLUMNS
 
-COLUMNS, NUM_WARPS = 2048, 4  # 16 words for each thread
+NUM_WARPS = 4  # 16 words for each thread
 
 # temperature, scale and softcap; a softcap of 0 stands for none
 Numbers = tuple[float, float, float]

@@ -23,7 +23,7 @@ from veomni_triton.token_logprobs.tiles import Tiles, matrix
 _NAMESPACE = "veomni_triton"
 _LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? temperatures"
-_NUMBERS = "float temperature, float scale, float softcap, int ignore_index"
+_NUMBERS = "float temperature, float scale, float softcap, int ignore_index, bool in_fixed_order"
 _LIBRARY.define(
     f"token_logprobs_forward({_OPERANDS}, {_NUMBERS}, str[] outputs, int kept_bytes)"
     " -> (Tensor[] results, Tensor log_normalizer, Tensor entropy, Tensor kept)"
@@ -44,6 +44,7 @@ def _forward(
     scale: float,
     softcap: float,
     ignore_index: int,
+    in_fixed_order: bool,
     outputs: Sequence[str],
     kept_bytes: int,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
@@ -51,13 +52,13 @@ def _forward(
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     counts = labels != ignore_index
     targets = torch.where(counts, labels, 0)
-    tiles = Tiles.of(hidden, vocabulary, kept_bytes)
+    tiles = Tiles.of(hidden, vocabulary, kept_bytes, in_fixed_order)
     kept = hidden.new_empty(tiles.kept_elements)
     work = hidden.new_empty(tokens * (tiles.words if tiles.first_kept else 0))
     sums = sums_of_nothing(tokens, hidden.device)
     for words in tiles:
         logits_NW = tiles.view(kept, words) if words.start >= tiles.first_kept else matrix(work, tokens, words)
-        project(hidden, weight[words], None if bias is None else bias[words], logits_NW)
+        project(hidden, weight[words], None if bias is None else bias[words], logits_NW, in_fixed_order)
         add_to_sums(logits_NW, words.start, targets, temperatures, (temperature, scale, softcap), outputs, sums)
     statistics = Statistics(sums, vocabulary)
     results = [torch.where(counts, statistics.of(name), 0.0) for name in outputs]
@@ -80,6 +81,7 @@ def _gradients(
     scale: float,
     softcap: float,
     ignore_index: int,
+    in_fixed_order: bool,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     """The gradients of those of hidden, weight and bias that are ``wanted``, in this order."""
@@ -89,7 +91,7 @@ def _gradients(
     dlogprobs, dentropy = (
         None if each is None else torch.where(counts, each, 0.0).contiguous() for each in (dlogprobs, dentropy)
     )
-    tiles = Tiles.of(hidden, vocabulary, kept.numel() * kept.element_size())
+    tiles = Tiles.of(hidden, vocabulary, kept.numel() * kept.element_size(), in_fixed_order)
     work = hidden.new_empty(tokens * tiles.words)
     # Summed over the tiles, so in float32.
     dhidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if wanted[0] else None
@@ -101,7 +103,7 @@ def _gradients(
             logits_NW = tiles.view(kept, words)  # not overwritten: another backward of this graph reads it again
         else:
             logits_NW = dlogits_NW
-            project(hidden, weight[words], None if bias is None else bias[words], logits_NW)
+            project(hidden, weight[words], None if bias is None else bias[words], logits_NW, in_fixed_order)
         write_gradient(
             dlogits_NW,
             logits_NW,
@@ -131,10 +133,10 @@ def _empty_like(tensor: Tensor) -> Tensor:
 def _results_like(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperatures: Tensor | None, *rest: Any
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    outputs, kept_bytes = rest[-2:]
+    in_fixed_order, outputs, kept_bytes = rest[-3:]
     per_token = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(len(outputs) + 2)]
     entropy = per_token[-1] if ENTROPY in outputs else per_token[-1].new_empty(0)
-    kept = hidden.new_empty(Tiles.of(hidden, weight.shape[0], kept_bytes).kept_elements)
+    kept = hidden.new_empty(Tiles.of(hidden, weight.shape[0], kept_bytes, in_fixed_order).kept_elements)
     return per_token[:-2], per_token[-2], entropy, kept
 
 

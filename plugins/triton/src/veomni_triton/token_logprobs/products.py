@@ -8,10 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from veomni_triton.linear import product
 
-def project(hidden_NH: Tensor, weight_WH: Tensor, bias_W: Tensor | None, logits_NW: Tensor) -> None:
+
+def project(
+    hidden_NH: Tensor, weight_WH: Tensor, bias_W: Tensor | None, logits_NW: Tensor, in_fixed_order: bool
+) -> None:
     """Write the output projection of some words into ``logits_NW``."""
-    if bias_W is None:
+    if in_fixed_order:
+        product(hidden_NH, weight_WH, bias_W, logits_NW)
+    elif bias_W is None:
         torch.mm(hidden_NH, weight_WH.t(), out=logits_NW)
     else:
         torch.addmm(bias_W, hidden_NH, weight_WH.t(), out=logits_NW)

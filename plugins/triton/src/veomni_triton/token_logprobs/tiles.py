@@ -16,6 +16,8 @@ TILE_BYTES = 128 << 20
 FEWEST_WORDS = 512
 # Tiles have a multiple of these words, so that their rows begin at addresses that matrix products read fast.
 ALIGNMENT = 256
+# As many words are a program's at a time. Where tiles have a multiple, a token's sums don't depend on where they end.
+COLUMNS = 2048
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,11 @@ class Tiles:
     first_kept: int
 
     @classmethod
-    def of(cls, hidden: Tensor, vocabulary: int, kept_bytes: int) -> Tiles:
+    def of(cls, hidden: Tensor, vocabulary: int, kept_bytes: int, in_fixed_order: bool = False) -> Tiles:
         """The same in forward and backward, where ``kept_bytes`` are those that were kept."""
         bytes_per_word = max(1, hidden.shape[0]) * hidden.element_size()
-        words = min(vocabulary, max(FEWEST_WORDS, TILE_BYTES // bytes_per_word // ALIGNMENT * ALIGNMENT))
+        fewest, multiple = (COLUMNS, COLUMNS) if in_fixed_order else (FEWEST_WORDS, ALIGNMENT)
+        words = min(vocabulary, max(fewest, TILE_BYTES // bytes_per_word // multiple * multiple))
         # The last tile may be smaller; the word that is kept first begins a tile.
         first_kept = max(0, -(-(vocabulary - kept_bytes // bytes_per_word) // words) * words)
         return cls(hidden.shape[0], vocabulary, words, min(first_kept, vocabulary))

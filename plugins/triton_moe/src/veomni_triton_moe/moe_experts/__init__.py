@@ -13,6 +13,8 @@ it together, and ``backward`` the other pass, also from ``weight_gradients`` and
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from veomni_core.kernels import product_operands
@@ -32,6 +34,7 @@ def standard(
     down_proj: Tensor,
     gate_up_lora: Adapter | None = None,
     down_lora: Adapter | None = None,
+    in_fixed_order: bool = False,
 ) -> Tensor:
     """Sum over a token's experts of ``weight * down(silu(gate) * up)``, with gradients of all but the index.
 
@@ -48,6 +51,7 @@ def standard(
         down_proj: ``[E, H, I]``, likewise.
         gate_up_lora: ``(a[E, r, H], b[E, 2I, r], scaling)``, which is multiplied beside ``gate_up_proj``.
         down_lora: ``(a[E, r, I], b[E, H, r], scaling)``, likewise.
+        in_fixed_order: Whether all numbers of tokens have the same tiles, so that no token's bits depend on the others.
 
     Returns:
         ``[T, H]`` in hidden's dtype.
@@ -55,7 +59,8 @@ def standard(
     Raises:
         TypeError: hidden, the projections and the adapters differ in dtype, and autocast is off.
     """
-    return _experts(hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_lora, down_lora)
+    operands = (hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_lora, down_lora)
+    return _experts(*operands, in_fixed_order=in_fixed_order)
 
 
 def standard_recomputing(
@@ -106,6 +111,7 @@ def clamped(
     up_offset: float = 1.0,
     gate_up_lora: Adapter | None = None,
     down_lora: Adapter | None = None,
+    in_fixed_order: bool = False,
 ) -> Tensor:
     """gpt-oss's experts: ``(clamp(up) + up_offset) * g * sigmoid(alpha * g)``, ``g = min(gate, limit)``, and biases.
 
@@ -123,12 +129,18 @@ def clamped(
         up_offset: Added to the clamped up.
         gate_up_lora: An adapter, as in :func:`standard`.
         down_lora: An adapter, as in :func:`standard`.
+        in_fixed_order: As in :func:`standard`.
 
     Returns:
         ``[T, H]`` in hidden's dtype. Gradients reach all tensors but the index.
     """
     operands = (hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_lora, down_lora)
-    return _experts(*operands, gate_up_bias, down_bias, Activation(alpha, limit, up_offset, interleaved))
+    activation = Activation(alpha, limit, up_offset, interleaved)
+    return _experts(*operands, gate_up_bias, down_bias, activation, in_fixed_order=in_fixed_order)
+
+
+standard_in_fixed_order = partial(standard, in_fixed_order=True)
+clamped_in_fixed_order = partial(clamped, in_fixed_order=True)
 
 
 def _experts(
@@ -144,6 +156,7 @@ def _experts(
     activation: Activation = Activation(),  # noqa: B008, it is frozen
     recompute: bool = False,
     accumulate: bool = False,
+    in_fixed_order: bool = False,
 ) -> Tensor:
     gate_up_a, gate_up_b, gate_up_scaling = gate_up_lora or _NO_ADAPTER
     down_a, down_b, down_scaling = down_lora or _NO_ADAPTER
@@ -168,6 +181,7 @@ def _experts(
         activation.limit,
         activation.up_offset,
         activation.interleaved,
+        in_fixed_order,
     )
     result: Tensor = Experts.apply(
         constants,

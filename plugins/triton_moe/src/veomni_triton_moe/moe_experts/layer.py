@@ -32,6 +32,7 @@ class ExpertsLayer:
         activation: The activation between the projections.
         gate_up_adapter: An adapter of ``gate_up_proj``, or ``None``.
         down_adapter: An adapter of ``down_proj``, or ``None``.
+        in_fixed_order: Whether all numbers of rows have one launch, so that no row's bits depend on how many there are.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class ExpertsLayer:
         activation: Activation,
         gate_up_adapter: Adapter | None = None,
         down_adapter: Adapter | None = None,
+        in_fixed_order: bool = False,
     ) -> None:
+        self.in_fixed_order = in_fixed_order
         self.hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
         self.top_k_index, self.top_k_weights = top_k_index, top_k_weights.contiguous()
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
@@ -76,7 +79,8 @@ class ExpertsLayer:
 
     def _launches(self, described: bool) -> Launches:
         experts, rows, width = self.gate_up_proj.shape
-        return launches(self.hidden.dtype, self.top_k_index.numel() // experts, rows * width, described)
+        rows_per_expert = 0 if self.in_fixed_order else self.top_k_index.numel() // experts
+        return launches(self.hidden.dtype, rows_per_expert, rows * width, described)
 
     def forward(self) -> tuple[Tensor, Tensor, Routing, Tensor, Tensor]:
         """The result ``[T, H]``, and what backward needs.

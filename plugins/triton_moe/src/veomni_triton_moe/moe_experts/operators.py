@@ -19,8 +19,8 @@ from veomni_triton_moe.moe_experts.factors import padded_rank
 from veomni_triton_moe.moe_experts.layer import ExpertsLayer
 from veomni_triton_moe.moe_experts.routing import routing_size
 
-# Both adapters' scalings, and an Activation's alpha, limit, up_offset and interleaved.
-Constants = tuple[float, float, float, float | None, float, bool]
+# Both adapters' scalings, an Activation's alpha, limit, up_offset and interleaved, and whether launches are fixed.
+Constants = tuple[float, float, float, float | None, float, bool, bool]
 # Of hidden, routing weights, and gate_up_proj's and down_proj's weight, bias, a and b in turns. It is no list, which
 # functionalization refuses of an operator that writes to an operand.
 _AllGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -31,7 +31,10 @@ _OPERANDS = (
     "Tensor hidden, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_proj, Tensor down_proj,"
     " Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_a, Tensor? down_a, Tensor? gate_up_b, Tensor? down_b"
 )
-_CONSTANTS = "float gate_up_scaling, float down_scaling, float alpha, float? limit, float up_offset, bool interleaved"
+_CONSTANTS = (
+    "float gate_up_scaling, float down_scaling, float alpha, float? limit, float up_offset, bool interleaved,"
+    " bool in_fixed_order"
+)
 _LIBRARY.define(
     f"moe_experts_forward({_OPERANDS}, {_CONSTANTS})"
     " -> (Tensor result, Tensor pre, Tensor routing, Tensor gate_up_inner, Tensor down_inner)"
@@ -78,6 +81,7 @@ def _layer(
     limit: float | None,
     up_offset: float,
     interleaved: bool,
+    in_fixed_order: bool,
 ) -> ExpertsLayer:
     """The layer of operands that come one by one, since an operator's schema has no dataclass."""
     gate_up_a, down_a, gate_up_b, down_b = factors
@@ -87,6 +91,7 @@ def _layer(
         activation=activation,
         gate_up_adapter=adapter_of(gate_up_a, gate_up_b, gate_up_scaling),
         down_adapter=adapter_of(down_a, down_b, down_scaling),
+        in_fixed_order=in_fixed_order,
     )
 
 
@@ -138,6 +143,7 @@ def _backward(
     limit: float | None,
     up_offset: float,
     interleaved: bool,
+    in_fixed_order: bool,
     wanted: Sequence[bool],
     gate_up_sum: Tensor | None,
     down_sum: Tensor | None,
@@ -154,7 +160,8 @@ def _backward(
     """
     operands = (hidden, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias)
     factors = (gate_up_a, down_a, gate_up_b, down_b)
-    layer = _layer(operands, factors, gate_up_scaling, down_scaling, alpha, limit, up_offset, interleaved)
+    constants = (gate_up_scaling, down_scaling, alpha, limit, up_offset, interleaved, in_fixed_order)
+    layer = _layer(operands, factors, *constants)
     places = layer.routing(routing)
     of_both = Wanted(*wanted[::2]), Wanted(*wanted[1::2])
     inners, sums = (gate_up_inner, down_inner), (gate_up_sum, down_sum)

@@ -1,4 +1,4 @@
-"""What kernels of native sparse attention do with a tile: of queries and keys, and of one branch's weights.
+"""What kernels of attention do with a tile: of queries and keys, and of weights.
 
 Shape legend, here and in the kernels: ``M`` queries of a tile (of one head, or of all heads of a key head), ``N`` keys
 of a tile, ``H`` heads of a key head, ``D`` columns of keys and ``V`` of values, padded to powers of two. Keys of other
@@ -14,11 +14,15 @@ import triton.language as tl
 
 
 @triton.jit
-def load(x, row_M, is_row_M, width, C: tl.constexpr, FIRST: tl.constexpr = 0):
-    """``[M, C]`` of rows of ``width`` numbers, from the column ``FIRST`` on; zeros where none is."""
+def load(x, row_M, is_row_M, width, C: tl.constexpr, FIRST: tl.constexpr = 0, stride=None):
+    """``[M, C]`` of rows of ``width`` numbers, ``stride`` or else as many apart, from the column ``FIRST`` on.
+
+    Zeros where none is.
+    """
     column_C = FIRST + tl.arange(0, C)
     inside_MC = is_row_M[:, None] & (column_C < width)[None, :]
-    return tl.load(x + (row_M.to(tl.int64)[:, None] * width + column_C[None, :]), mask=inside_MC, other=0.0)
+    begin_M = row_M.to(tl.int64) * (width if stride is None else stride)
+    return tl.load(x + (begin_M[:, None] + column_C[None, :]), mask=inside_MC, other=0.0)
 
 
 @triton.jit
@@ -30,10 +34,10 @@ def store(x, tile_MC, row_M, is_row_M, width, C: tl.constexpr, FIRST: tl.constex
 
 
 @triton.jit
-def load_wide(x, row_M, is_row_M, width, D: tl.constexpr, E: tl.constexpr, SPLIT: tl.constexpr):
+def load_wide(x, row_M, is_row_M, width, D: tl.constexpr, E: tl.constexpr, SPLIT: tl.constexpr, stride=None):
     """Rows of queries or keys, in two parts; if not ``SPLIT``, the second is not read."""
-    x_MD = load(x, row_M, is_row_M, width, D)
-    x_ME = load(x, row_M, is_row_M, width, E, D) if SPLIT else x_MD
+    x_MD = load(x, row_M, is_row_M, width, D, 0, stride)
+    x_ME = load(x, row_M, is_row_M, width, E, D, stride) if SPLIT else x_MD
     return x_MD, x_ME
 
 
