@@ -102,11 +102,11 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def check_layout(checkpoint: Path, layout: Layout) -> str | None:
-    """Check that this job goes on as the checkpoint's did; a sentence if the sizes changed.
+def check_layout(checkpoint: Path, layout: Layout) -> None:
+    """Check that a step of this job takes as many sequences as one of the checkpoint's.
 
     Raises:
-        CheckpointError: a step would take another number of sequences, or the checkpoint's layout can't be read.
+        CheckpointError: it takes more or fewer, or the checkpoint's layout can't be read.
     """
     path = checkpoint / LAYOUT
     try:
@@ -119,8 +119,3 @@ def check_layout(checkpoint: Path, layout: Layout) -> str | None:
             f"gradient_accumulation x processes that take different batches), and this job takes "
             f"{layout.sequences_per_step}. Change train.batch_size or gradient_accumulation so that they are equal"
         )
-    return None if before == layout else f"{_sizes(before)} -> {_sizes(layout)}"
-
-
-def _sizes(layout: Layout) -> str:
-    return f"fsdp_size {layout.fsdp_size}, tp_size {layout.tp_size}, ep_size {layout.ep_size}"

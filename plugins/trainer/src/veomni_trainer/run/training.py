@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from safetensors import SafetensorError
@@ -17,7 +18,6 @@ from veomni_trainer.loop.checkpoints import CheckpointCallback
 from veomni_trainer.loop.early_stop import EarlyStop
 from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.interrupt import InterruptCallback
-from veomni_trainer.loop.methods import trainer_of
 from veomni_trainer.loop.profiled_steps import ProfiledSteps
 from veomni_trainer.loop.throughput import Throughput, peak_of
 from veomni_trainer.loop.trackers import Trackers
@@ -35,6 +35,7 @@ from veomni_transformers.build import build_skeleton
 from veomni_transformers.losses.counted_items import divides_by_items
 
 _NORMS = ("rms_norm", "rms_norm_gated")
+_MODULES = {"orpo": "orpo_trainer", "classify": "classify_trainer"}  # of their trainers; those of others are in one
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,9 @@ def _trainer(start: Start, on_row: Any, callbacks: list[Any], loads: ExpertLoads
         if (divides := divides_by_items(unbound)) is not None:  # else what transformers believes of it
             trainer.model_accepts_loss_kwargs = divides
         return trainer
-    return trainer_of(train.method)(*given, inputs=start.inputs)
+    module = import_module(f"veomni_trainer.loop.{_MODULES.get(train.method, 'trl_trainers')}")
+    kind: type[JobTrainer] = getattr(module, f"{train.method.capitalize()}Trainer")
+    return kind(*given, inputs=start.inputs)
 
 
 @contextmanager
