@@ -16,7 +16,7 @@ from filelock import FileLock
 from veomni_core.errors import HostError
 from veomni_trainer.data.token_store import DamagedStore, TokenStore, checksum, read_store
 
-_FORMAT = 4  # of the stored files; with another number, older ones are not looked at
+_FORMAT = 5  # of the stored files; with another number, older ones are not looked at
 
 Write = Callable[[Path], None]
 
