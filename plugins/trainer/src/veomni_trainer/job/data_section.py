@@ -7,12 +7,29 @@ from typing import Any, Self
 from pydantic import Field, field_serializer, model_validator
 
 from veomni_trainer.job.media_keys import PixelBudget
-from veomni_trainer.job.section import Number
-from veomni_trainer.job.sequence_keys import SequenceKeys
+from veomni_trainer.job.section import Number, Section
 from veomni_trainer.job.source_keys import Files, ReadingKeys, Source
 
 STDLIB = "python-stdlib"  # in data.files: the sources of Python's standard library instead of a path
 BYTES = "bytes"  # in data.tokenizer: a token per byte instead of a path
+
+
+class SequenceKeys(Section):
+    """How documents become sequences."""
+
+    sequence_length: int = Field(ge=2)
+    """Tokens per sequence, at most."""
+    packing: bool = False
+    """Whether several documents share a sequence without seeing each other.
+
+    Otherwise text is joined, and a document of which only a part is learned has a sequence of its own.
+    """
+    streaming: bool = False
+    """Whether documents are tokenized while the model trains, and never stored."""
+    shuffle_buffer: int | None = Field(default=None, ge=1)
+    """Of a stream: among how many sequences each next one is drawn (1024)."""
+    cache: bool | str = True
+    """The folder for tokens, by default in the user's cache folder; ``false``: tokenize at each start."""
 
 
 class DataSection(ReadingKeys, SequenceKeys):

@@ -85,8 +85,8 @@ def train(
         return
 
     from veomni_trainer.output.folder import RunFolder
+    from veomni_trainer.report.write import outcome
     from veomni_trainer.run.console import is_main_process
-    from veomni_trainer.run.outcome import outcome
     from veomni_trainer.run.run_job import run_job
 
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():

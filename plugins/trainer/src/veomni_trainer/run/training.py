@@ -22,13 +22,12 @@ from veomni_trainer.loop.profiled_steps import ProfiledSteps
 from veomni_trainer.loop.throughput import Throughput, peak_of
 from veomni_trainer.loop.trackers import Trackers
 from veomni_trainer.loop.trainer import JobTrainer
-from veomni_trainer.output.disk import free_bytes, write_failure
+from veomni_trainer.output.disk import checkpoint_bytes, describe_disk_space, free_bytes, write_failure
 from veomni_trainer.report.progress import Progress
 from veomni_trainer.run.console import is_main_process, print_once
 from veomni_trainer.run.record import RunRecord
 from veomni_trainer.run.shadowed_steps import ShadowedSteps
 from veomni_trainer.run.start import Start
-from veomni_trainer.setup.disk_space import checkpoint_bytes, describe_disk_space
 from veomni_trainer.setup.model import conditions
 from veomni_trainer.setup.precision import weights_dtype
 from veomni_transformers.build import build_skeleton
@@ -167,7 +166,7 @@ def _can_count(start: Start) -> bool:
 
 
 def _explain(why: str, start: Start) -> str:
-    saved = start.folder.checkpoints()
-    room = describe_disk_space(start.folder, checkpoint_bytes(start.model), free_bytes(start.folder.path))
+    folder, saved = start.folder.path, start.folder.checkpoints()
+    room = describe_disk_space(folder, checkpoint_bytes(start.model), free_bytes(folder))
     whole = f" The checkpoints before are whole: go on from {saved[-1][1].name} with --resume." if saved else ""
-    return f"{start.folder.path} can't be written: {why}. For comparison, {room}.{whole}"
+    return f"{folder} can't be written: {why}. For comparison, {room}.{whole}"
