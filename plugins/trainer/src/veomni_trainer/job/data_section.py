@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self
 
 from pydantic import Field, field_serializer, model_validator
@@ -78,6 +79,28 @@ class DataSection(ReadingKeys, SequenceKeys):
     def validates(self) -> bool:
         """Whether there is anything to validate on."""
         return bool(self.validation_fraction or self.validation_source)
+
+    def renamed(self, rename: Callable[[str, str, str | None], str]) -> DataSection:
+        """The section with other names of its files and its tokenizer.
+
+        ``rename`` is given the key of the job, the name, and of files the revision of their source.
+        """
+
+        def each(key: str, files: Any, revision: str | None) -> Any:
+            if isinstance(files, list):
+                return [rename(key, name, revision) for name in files]
+            return None if files is None else rename(key, files, revision)
+
+        changes = {key: each(f"data.{key}", getattr(self, key), self.revision) for key in ("files", "validation_files")}
+        changes["tokenizer"] = each("data.tokenizer", self.tokenizer, None)
+        if self.sources is not None:
+            changes["sources"] = [
+                source.model_copy(
+                    update={"files": each(f"data.sources.{n}.files", source.files, source.revision or self.revision)}
+                )
+                for n, source in enumerate(self.sources)
+            ]
+        return self.model_copy(update=changes)
 
     def _source(self, files: str | list[str]) -> Source:
         return self._filled(Source(files=files))

@@ -78,20 +78,10 @@ def _file_beside(reference: str, folder: Path) -> str:
 
 def _beside(data: DataSection, folder: Path) -> DataSection:
     """The section with its relative paths looked up in ``folder`` first, then in the working directory."""
-
-    def found(name: str) -> str:
-        return name if name in (STDLIB, BYTES) else beside_job(name, folder)
-
-    def all_found(files: str | list[str]) -> str | list[str]:
-        return found(files) if isinstance(files, str) else [found(name) for name in files]
-
-    paths: dict[str, Any] = {
-        key: all_found(value)
-        for key in ("files", "validation_files", "tokenizer", "chat_template")
-        if (value := getattr(data, key)) is not None
-    }
+    paths: dict[str, Any] = {}
+    if data.chat_template is not None:
+        paths["chat_template"] = beside_job(data.chat_template, folder)
     if isinstance(data.cache, str):
         paths["cache"] = _written_to(data.cache, "data.cache")
-    if data.sources is not None:
-        paths["sources"] = [each.model_copy(update={"files": all_found(each.files)}) for each in data.sources]
-    return data.model_copy(update=paths)
+    named = data.renamed(lambda key, name, _: name if name in (STDLIB, BYTES) else beside_job(name, folder))
+    return named.model_copy(update=paths)

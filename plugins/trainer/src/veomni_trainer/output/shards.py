@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from veomni_core.errors import CheckpointError
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.output.unpickling import refuse_code
+from veomni_transformers.jobs.job_files import first_line
 
 _WEIGHTS = "shard-*-model-*.safetensors"
 _OPTIMIZER = "optimizer"
@@ -98,8 +99,8 @@ def reason(error: BaseException) -> str:
     """What went wrong, in one line; of a ``CheckpointException`` what went wrong on the first rank."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    kind, said = type(error).__name__, first_line(error)
+    return kind if said == kind else f"{kind}: {said}"
 
 
 def check_layout(checkpoint: Path, layout: Layout) -> None:

@@ -39,10 +39,6 @@ class RunEnding:
     step: int = 0
     steps: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as a dictionary."""
-        return asdict(self)
-
     @property
     def banner(self) -> str:
         """What the report says on top; empty for a complete run."""
@@ -76,9 +72,9 @@ def write_report(folder: RunFolder, ending: RunEnding | None = None, export: str
     summary = {
         "run": figures(rows),
         "eager": figures(eager_rows),
-        "comparison": comparison.to_dict() if comparison else None,
+        "comparison": asdict(comparison) if comparison else None,
         "data": data,
-        "ending": ended.to_dict(),
+        "ending": asdict(ended),
         "export": export or _earlier(folder).get("export", ""),
         "plan_sha256": receipt["plan_sha256"],
         "hardware": receipt["hardware"],

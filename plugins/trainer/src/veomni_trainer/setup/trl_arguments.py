@@ -19,14 +19,6 @@ from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.setup.model import build_model
 from veomni_trainer.setup.rewards import load_reward
 
-_CONFIGS = {
-    "dpo": "DPOConfig",
-    "kto": "KTOConfig",
-    "grpo": "GRPOConfig",
-    "rloo": "RLOOConfig",
-    "reward": "RewardConfig",
-}
-
 
 def check_method(job: Job, tokenizer: Tokenizer, processes: int) -> None:
     """Check what the job's method needs besides its data, before the model is built.
@@ -71,12 +63,12 @@ def trl_config(train: TrainSection, sequence_length: int) -> tuple[type, dict[st
     """The class of the trainer's arguments, and those of them that transformers' arguments don't have."""
     import trl
 
-    configs: Any = trl
+    name = "RewardConfig" if train.method == "reward" else f"{train.method.upper()}Config"
+    kind = getattr(orpo() if train.method == "orpo" else trl, name)
     common = {"gradient_checkpointing": train.gradient_checkpointing}
     if train.method == "sft":
         # The job's own sequences: nothing is left to prepare.
-        return configs.SFTConfig, {**common, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
-    kind = orpo().ORPOConfig if train.method == "orpo" else getattr(trl, _CONFIGS[train.method])
+        return kind, {**common, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
     if train.drawn is not None:
         settings = train.drawn.model_dump(exclude={"reward", "beta", "replay_routers"})
         # With a beta TRL would look for a reference model by the model's name; the job's trainer gives it one.
