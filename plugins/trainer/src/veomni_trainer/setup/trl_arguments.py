@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from veomni_core import OpsConfig, binding_of
 from veomni_core.errors import ConfigError
 from veomni_trainer.data.method_inputs import MethodInputs
 from veomni_trainer.data.tokens import Tokenizer
+from veomni_trainer.job.method_packages import orpo
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.setup.model import build_model
@@ -75,14 +75,6 @@ def trl_config(train: TrainSection, sequence_length: int) -> tuple[type, dict[st
         return kind, {**common, "beta": 0.0, **settings}
     own = getattr(train, train.method)
     return kind, {**common, "max_length": sequence_length, **(own.model_dump() if own else {})}
-
-
-def orpo() -> Any:
-    """TRL's module with ORPO, which TRL 1.16 has among its experimental ones, with a warning."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from trl.experimental import orpo as module
-    return module
 
 
 def method_inputs(job: Job, tokenizer: Tokenizer, device: torch.device) -> MethodInputs:
