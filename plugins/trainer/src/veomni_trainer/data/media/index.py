@@ -53,6 +53,8 @@ class StoredChats(Sequence[MediaChat | None]):
         return int(self._batches.num_record_batches)
 
     def __getitem__(self, index: Any) -> Any:
+        if index >= len(self):
+            raise IndexError(index)
         (found,) = self._batches.get_batch(index).to_pylist()
         if found["text"] is None:
             return None
