@@ -16,10 +16,8 @@ import torch
 from matplotlib.image import imread
 
 from veomni_trainer.loop.expert_loads import leaving, rows_sent
-from veomni_trainer.report.charts import draw_charts
-from veomni_trainer.report.heat_map import draw_loads
+from veomni_trainer.report.charts import Series, draw_charts, draw_loads
 from veomni_trainer.report.progress import describe
-from veomni_trainer.report.series import Series
 
 Train = Callable[..., bool]
 

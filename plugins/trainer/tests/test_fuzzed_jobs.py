@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzzing import KEYS, TEXTS, VALUES, bounded, typed_errors
-from veomni_trainer.job.load import dump_job, parse_job
-from veomni_trainer.job.overrides import apply_overrides
+from veomni_trainer.job.load import apply_overrides, dump_job, parse_job
 from veomni_trainer.job.problems import known_paths
 from veomni_trainer.job.resuming import flat_keys
 from veomni_trainer.job.schema import Job

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from veomni_core.errors import JobFileError, UnknownNameError
-from veomni_trainer.job.load import dump_job, load_job, parse_job
-from veomni_trainer.job.overrides import apply_overrides
+from veomni_trainer.job.load import apply_overrides, dump_job, load_job, parse_job
 from veomni_trainer.job.resuming import changed_keys
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from veomni_core.errors import ConfigError, JobFileError, UnknownNameError
-from veomni_trainer.job.overrides import apply_overrides
+from veomni_trainer.job.load import apply_overrides
 
 
 def test_set_changes_single_values_as_yaml(job_data: dict[str, Any]) -> None:

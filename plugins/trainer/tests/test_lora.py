@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from veomni_core import Hardware
 from veomni_core.cli.app import build_app
 from veomni_core.errors import CheckpointError, ConfigError, HostError, VeOmniError
-from veomni_trainer.job.overrides import apply_overrides
+from veomni_trainer.job.load import apply_overrides
 from veomni_trainer.output.adapters import adapted_model
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.run import start

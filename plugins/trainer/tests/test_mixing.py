@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from veomni_trainer.data.mixing import WeightedOrder
+from veomni_trainer.data.orders import WeightedOrder
 
 Train = Callable[..., bool]
 Losses = Callable[[Path], list[tuple[int, float]]]

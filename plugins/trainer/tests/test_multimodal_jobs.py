@@ -16,7 +16,7 @@ from tiny_multimodal import text_batch, tiny_model
 from veomni_core import bind
 from veomni_core.errors import ConfigError, JobFileError, PackedSequencesError
 from veomni_trainer.job.parameter_groups import ParameterGroup
-from veomni_trainer.loop.parameter_groups import divide
+from veomni_trainer.loop.optimizers import divide
 from veomni_trainer.setup.packing import check_packing
 from veomni_trainer.setup.towers import freeze
 from veomni_transformers.build import load_as_trained

@@ -13,11 +13,9 @@ import pytest
 
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import append_metrics
-from veomni_trainer.report.charts import draw_charts
+from veomni_trainer.report.charts import Series, draw_charts, smoothed
 from veomni_trainer.report.comparison import compare_rows, comparison_sentence
-from veomni_trainer.report.ending import RunEnding
-from veomni_trainer.report.series import Series, smoothed
-from veomni_trainer.report.write import describe_run, write_report
+from veomni_trainer.report.write import RunEnding, describe_run, write_report
 
 RECEIPT = {
     "hardware": "cpu (CPU)",

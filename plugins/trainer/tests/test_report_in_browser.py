@@ -11,9 +11,8 @@ from in_browser import chromium, inaccessible, opened, overflowing, views
 from veomni_core import Hardware, Plan
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import append_metrics, figures, read_metrics
-from veomni_trainer.report.ending import RunEnding
 from veomni_trainer.report.runs import Run, write_comparison
-from veomni_trainer.report.write import write_report
+from veomni_trainer.report.write import RunEnding, write_report
 
 pytestmark = pytest.mark.docs
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from veomni_trainer.data.validation_batches import validation_batches
+from veomni_trainer.data.orders import validation_batches
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 5, 8, 9])

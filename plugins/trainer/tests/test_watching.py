@@ -17,7 +17,7 @@ from veomni_core.errors import ConfigError, HostError
 from veomni_trainer.loop import trackers
 from veomni_trainer.loop.clock import StepClock
 from veomni_trainer.output.folder import RunFolder
-from veomni_trainer.run import live_report, record
+from veomni_trainer.run import record
 
 Train = Callable[..., bool]
 
@@ -31,10 +31,10 @@ def test_rows_reach_tensorboard_and_runs_are_put_on_one_page(
     job_data: dict[str, Any], train: Train, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = []
-    write = live_report.write_report
-    monkeypatch.setattr(live_report, "_SECONDS_BETWEEN", 0.0)
-    monkeypatch.setattr(live_report, "_LARGEST_SHARE", 1e9)
-    monkeypatch.setattr(live_report, "write_report", lambda *args: (states.append(args[1].state), write(*args)))
+    write = record.write_report
+    monkeypatch.setattr(record, "_SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(record, "_LARGEST_SHARE", 1e9)
+    monkeypatch.setattr(record, "write_report", lambda *args: (states.append(args[1].state), write(*args)))
     train(job_data, "train.report_to=[tensorboard]", "train.log_every=2")
     assert set(states) == {"running"}
     assert json.loads((run / "summary.json").read_text())["ending"]["state"] == "complete"

@@ -11,8 +11,8 @@ VEOMNI_PLUGIN_API_VERSION = 1
 def veomni_commands() -> list[CommandSpec]:
     """The commands, in the order in which a job needs them."""
     return [
-        CommandSpec("init", "veomni_trainer.run.job_commands:init", "Write a new job's YAML."),
-        CommandSpec("schema", "veomni_trainer.run.job_commands:schema", "Print the JSON schema of a job, for editors."),
+        CommandSpec("init", "veomni_trainer.run.command:init", "Write a new job's YAML."),
+        CommandSpec("schema", "veomni_trainer.run.command:schema", "Print the JSON schema of a job, for editors."),
         CommandSpec(
             "train",
             "veomni_trainer.run.command:train_command",
@@ -26,7 +26,7 @@ def veomni_commands() -> list[CommandSpec]:
         ),
         CommandSpec(
             "report",
-            "veomni_trainer.run.report_command:report",
+            "veomni_trainer.run.command:report",
             "Write the report of a run, or of several runs together.",
         ),
         CommandSpec(

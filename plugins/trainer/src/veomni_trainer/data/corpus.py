@@ -18,7 +18,7 @@ from veomni_trainer.data.batches import CHAT, Batcher, learned_labels
 from veomni_trainer.data.files import find_files
 from veomni_trainer.data.media.batches import MediaBatcher, Metadata
 from veomni_trainer.data.media.processor import MediaProcessor
-from veomni_trainer.data.mixing import WeightedOrder
+from veomni_trainer.data.orders import WeightedOrder
 from veomni_trainer.data.read import read_documents
 from veomni_trainer.data.reading import Reading
 from veomni_trainer.data.sequences import Counts, Sequence, Sequences, arrange

@@ -18,6 +18,7 @@ from veomni_trainer.data.reading import BadLine, Unreadable
 from veomni_trainer.data.tables import LIST, OTHER, TEXT, TURN, TURNS, Row
 from veomni_trainer.job.source_keys import Source
 from veomni_transformers.jobs.hub_snapshots import is_offline, one_at_a_time, snapshot
+from veomni_transformers.jobs.job_files import first_line
 
 _ROWS = 1000  # of a batch
 
@@ -52,7 +53,7 @@ class DatasetTable:
                     number += 1
                     yield number, {name: _without_nulls(row[name]) for name in names if name in row}
         except (pyarrow.ArrowException, datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-            raise Unreadable(f"can't be read after row {number}: {_first_line(error)}") from None
+            raise Unreadable(f"can't be read after row {number}: {first_line(error)}") from None
 
     def _opened(self, names: Collection[str]) -> Any:
         datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what it logs is raised too
@@ -61,7 +62,7 @@ class DatasetTable:
         except (Unreadable, VeOmniError):
             raise
         except Exception as error:  # datasets raises what its readers raise
-            raise Unreadable(f"is not {self._what}: {_first_line(error)}") from None
+            raise Unreadable(f"is not {self._what}: {first_line(error)}") from None
 
 
 def open_table(path: Path, file_format: str, source: Source, streaming: bool) -> DatasetTable:
@@ -142,7 +143,3 @@ def _kind(arrow_type: Any) -> str:
         return OTHER
     each = arrow_type.value_type
     return TURNS if types.is_struct(each) and any(each.get_field_index(key) >= 0 for key in TURN) else LIST
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

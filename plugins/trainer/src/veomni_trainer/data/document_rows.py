@@ -2,85 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from veomni_core.commands import shown
-from veomni_trainer.data.chat import Chats
-from veomni_trainer.data.columns import (
-    check_columns,
-    check_unread,
-    describe,
-    find_columns,
-    names_of,
-    refuse_media,
-    unread_that_matter,
-    with_media,
-)
+from veomni_trainer.data.columns import describe, find_columns
 from veomni_trainer.data.documents import Document, Example
-from veomni_trainer.data.media.placing import has_places
-from veomni_trainer.data.media.rows import MediaRows
-from veomni_trainer.data.media.sources import media_in
 from veomni_trainer.data.messages import Message, read_messages
-from veomni_trainer.data.prompts import PromptReader, text_of, value_of, with_system
+from veomni_trainer.data.prompts import text_of, value_of, with_system
 from veomni_trainer.data.reading import BadLine, Reading, Unreadable
+from veomni_trainer.data.table_rows import TableRows
 from veomni_trainer.data.tables import Row
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.source_keys import Columns, Source
 
-ReadRow = Callable[[Row, int], Example | Document | None]
 
-
-class DocumentRows:
-    """Makes a document of each row of one source; the columns of its first table are those of all its tables."""
-
-    needs = ""  # a file of text is a document too
+class DocumentRows(TableRows[Example | Document]):
+    """Makes a document of each row of one source. A file of text is a document too."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer, reading: Reading) -> None:
-        self._source, self._tokenizer, self._reading = source, tokenizer, reading
-        self._columns: Columns | None = None
-        self._read: ReadRow | None = None
-        self._media: MediaRows | None = None
-        self._is_media = False
+        super().__init__(source, tokenizer, reading, tokenizer.no_media)
+        self._tokenizer = tokenizer
 
-    def begin(self, there: Mapping[str, str], has_schema: bool, path: Path) -> list[str]:
-        """Prepare for the rows of the table ``path`` with the columns ``there``; returns the names of those to read.
+    def _find(self, there: Mapping[str, str], may_have_more: bool) -> Columns:
+        return find_columns(there, may_have_more)
 
-        Raises:
-            Unreadable: it can't be said which they are, or this tokenizer can't learn from them.
-        """
-        written = self._source.columns
-        if self._columns is None:
-            found = written or find_columns(there, may_have_more=not has_schema)
-            if not self._tokenizer.no_media:
-                found = with_media(found, there)
-            else:
-                refuse_media(found, self._tokenizer.no_media)
-            self._columns, self._is_media = found, any(name in there for name in found.media.values())
-            self._read = self._reader(self._columns)
-            self._reading.unused = [name for name in there if name not in names_of(self._columns)]
-        self._path, self._unit = path, "row" if has_schema and path.suffix != ".csv" else "line"
-        if has_schema:  # tools are left out where a chat has none, unless the job names their column
-            check_columns(names_of(written or self._columns.model_copy(update={"tools": None})), there)
-        return [*names_of(self._columns), *unread_that_matter(self._columns, there)]
+    def _describe(self, columns: Columns, there: Mapping[str, str]) -> str:
+        if columns.prompt is not None and columns.completion is None:
+            raise Unreadable("has prompts, and data.columns names no completion, which this train.method learns")
+        if columns.chosen is not None:
+            raise Unreadable("has answers of which one is preferred, and this train.method learns completions")
+        loss_on, is_written = self._source.loss_on, columns.text is not None or columns.input_ids is not None
+        if not is_written and loss_on == "assistant" and not self._tokenizer.has_offsets:
+            raise Unreadable(
+                "can't be learned in part, since this tokenizer doesn't say which characters a token stands for. Write "
+                "data.loss_on: all, or a tokenizer with a tokenizer.json"
+            )
+        if columns.messages is not None:
+            self._prompts.check_template(columns.messages)
+        return describe(columns, loss_on, self._prompts.form)
 
-    def read(self, row: Row, number: int) -> Example | Document | None:
-        """The document of a row, or ``None`` of a row without text.
-
-        Raises:
-            BadLine: the row holds something else.
-        """
-        if self._read is None or self._columns is None:
-            raise BadLine("an object without columns")
-        columns = self._columns if self._tokenizer.no_media else with_media(self._columns, row)
-        check_unread(row, columns, self._tokenizer.no_media)
-        return self._read(row, number)
+    def _item(self, row: Row, number: int, columns: Columns) -> Example | Document | None:
+        if columns.input_ids is not None:
+            return _tokens(row, columns, self._source.loss_on, self._tokenizer.vocab_size)
+        if columns.text is not None:
+            return Example(text) if (text := text_of(row, columns.text)) else None
+        if columns.messages is None:
+            return self._pair(row, number, columns)
+        turns = read_messages(value_of(row, columns.messages), no_media=self._no_media)
+        system = columns.system or ""
+        return self._chat(row, number, with_system(turns, text_of(row, system) if row.get(system) else ""), columns)
 
     def show(self, read: Example | Document) -> None:
-        """Keep the first row, as the user may see it."""
         if isinstance(read, Document):
             pretrained = self._tokenizer.pretrained
             ids = read.ids[:64].tolist()
@@ -88,74 +63,30 @@ class DocumentRows:
         else:
             self._reading.show(read)
 
-    def _reader(self, columns: Columns) -> ReadRow:
-        loss_on, tokenizer = self._source.loss_on, self._tokenizer
-        if columns.prompt is not None and columns.completion is None:
-            raise Unreadable("has prompts, and data.columns names no completion, which this train.method learns")
-        if columns.chosen is not None:
-            raise Unreadable("has answers of which one is preferred, and this train.method learns completions")
-        form, no_media = self._source.prompt_format, tokenizer.no_media
-        prompts = PromptReader(columns, form, tokenizer.chats is not None, no_media, self._is_media)
-        self._reading.columns = describe(columns, loss_on, prompts.form)
-        if columns.input_ids is not None:
-            return lambda row, number: _tokens(row, columns, loss_on, tokenizer.vocab_size)
-        if columns.text is None and loss_on == "assistant" and not tokenizer.has_offsets:
-            raise Unreadable(
-                "can't be learned in part, since this tokenizer doesn't say which characters a token stands for. Write "
-                "data.loss_on: all, or a tokenizer with a tokenizer.json"
-            )
-        text, messages, tools = columns.text, columns.messages, columns.tools or ""
-        if text is not None:
-            return lambda row, number: Example(written) if (written := text_of(row, text)) else None
-        self._chats = Chats(tokenizer.chats, loss_on, self._reading.not_rendered) if tokenizer.chats else None
-        if messages is None:
-            return lambda row, number: self._pair(row, number, prompts, tools)
-        prompts.check_template(messages)
-        system = columns.system or ""
-
-        def turns(row: Row) -> list[Message]:
-            read = read_messages(value_of(row, messages), no_media=no_media)
-            return with_system(read, text_of(row, system) if row.get(system) else "")
-
-        return lambda row, number: self._chat(row, number, turns(row), tools)
-
-    def _pair(self, row: Row, number: int, prompts: PromptReader, tools: str) -> Example | Document:
+    def _pair(self, row: Row, number: int, columns: Columns) -> Example | Document:
         """A prompt and what follows it. The end token is learned too, since the completion ends there."""
-        loss_on = self._source.loss_on
-        prompt, answers = prompts.read(row, ("completion",))
+        loss_on, tools = self._source.loss_on, columns.tools or ""
+        prompt, answers = self._prompts.read(row, ("completion",))
         completion = answers["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             if row.get(tools):
                 raise BadLine(f"column {tools!r} is not empty, and texts have no place for tools")
-            if beside := [name for name in self._media_of(row).values() if row.get(name)]:
-                raise BadLine(f"column {beside[0]!r} is not empty, and texts have no place for it; chats have")
+            self._refuse_beside_text(row, columns)
             text = prompt + completion
             return Example(text, None if loss_on == "all" else ((len(prompt), len(text)),))
         assert not isinstance(prompt, str) and not isinstance(completion, str)
         for message in prompt if loss_on != "all" else ():
             message.excluded = True
-        return self._chat(row, number, [*prompt, *completion], tools)
+        return self._chat(row, number, [*prompt, *completion], columns)
 
-    def _chat(self, row: Row, number: int, messages: list[Message], tools: str) -> Example | Document:
+    def _chat(self, row: Row, number: int, messages: list[Message], columns: Columns) -> Example | Document:
         """A chat; one with media, or from a table that has columns of them, by the model's processor."""
-        assert self._chats is not None
-        columns = self._media_of(row)
-        processor, placeholders = self._tokenizer.processor, self._source.placeholders
-        here = any(row.get(name) for name in columns.values()) or self._is_media or has_places(messages, placeholders)
-        if processor is None or not here:
-            return self._chats.example(messages, row.get(tools))
-        if self._media is None:
-            self._media = MediaRows(self._source, processor, self._reading)
-        folder, origin = self._path.absolute().parent, f"{self._path}, {self._unit} {number}"
-        beside = {
-            kind: media_in(row.get(name), kind, folder, self._source.media_urls) for kind, name in columns.items()
-        }
-        return self._media.document(messages, row.get(tools), beside, folder, origin)
-
-    def _media_of(self, row: Row) -> dict[str, str]:
-        """The columns with media, by kind; those of a row without a schema may be others than the first's."""
-        assert self._columns is not None
-        return with_media(self._columns, row).media
+        tools = row.get(columns.tools or "")
+        if (found := self._media_of(row, columns, messages)) is None:
+            assert self._chats is not None  # or its template was missed
+            return self._chats.example(messages, tools)
+        media, beside, folder = found
+        return media.document(messages, tools, beside, folder, f"{self._path}, {self._unit} {number}")
 
 
 def _tokens(row: Row, columns: Columns, loss_on: str, vocabulary: int) -> Document | None:

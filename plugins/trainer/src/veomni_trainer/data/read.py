@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from veomni_core.errors import JobFileError
 from veomni_trainer.data.document_rows import DocumentRows
 from veomni_trainer.data.documents import Document, Example
 from veomni_trainer.data.files import DATASET, HUB, TEXT, FoundFile, find_files, other_kind
 from veomni_trainer.data.reading import BadLine, BadMedia, Reading, Unreadable
-from veomni_trainer.data.tables import CsvTable, JsonLinesTable, JsonTable, Row, Table
+from veomni_trainer.data.table_rows import Item, TableRows
+from veomni_trainer.data.tables import CsvTable, JsonLinesTable, JsonTable, Table
 from veomni_trainer.data.text import read_text
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.source_keys import Source
@@ -25,26 +26,6 @@ _KEYS = (  # for which formats (or, of columns, for which not), what that is cal
     ("separator", ("csv", "tsv"), "CSV", ""),
     ("columns", (TEXT,), "tables", ", or write data.format"),
 )
-Item = TypeVar("Item")
-
-
-class Rows(Protocol[Item]):
-    """What is made of the rows of a source's tables."""
-
-    needs: str
-    """The columns that a table must have, for messages; empty where a file of text is an item too."""
-
-    def begin(self, there: Mapping[str, str], has_schema: bool, path: Path) -> Collection[str]:
-        """The names of the columns to read of the table ``path`` with the columns ``there``. Raises Unreadable."""
-        ...
-
-    def read(self, row: Row, number: int) -> Item | None:
-        """What the row of that number is; ``None`` if it is empty. Raises BadLine, or Unreadable."""
-        ...
-
-    def show(self, read: Item) -> None:
-        """Keep the first item, for the user to see how rows are read."""
-        ...
 
 
 def read_documents(
@@ -69,7 +50,7 @@ def read_documents(
             yield document
 
 
-def read_source(source: Source, reading: Reading, rows: Rows[Item], streaming: bool = False) -> Iterator[Item]:
+def read_source(source: Source, reading: Reading, rows: TableRows[Item], streaming: bool = False) -> Iterator[Item]:
     """What ``rows`` makes of the rows of a source, and of its files of text where it takes them.
 
     Raises:
@@ -94,7 +75,7 @@ def _batches(items: Iterator[Example | Document]) -> Iterator[list[Example | Doc
 class _SourceReader:
     """Reads one source."""
 
-    def __init__(self, source: Source, reading: Reading, rows: Rows[Any], streaming: bool) -> None:
+    def __init__(self, source: Source, reading: Reading, rows: TableRows[Any], streaming: bool) -> None:
         self._source, self._reading, self._rows, self._streaming = source, reading, rows, streaming
 
     def items(self) -> Iterator[Any]:

@@ -14,29 +14,20 @@ from pyarrow import ArrowInvalid, ArrowTypeError
 from transformers import PreTrainedTokenizerBase
 
 from veomni_core.errors import JobFileError
-from veomni_trainer.data.chat import Chats
-from veomni_trainer.data.columns import (
-    check_columns,
-    check_unread,
-    find_columns_of,
-    names_of,
-    refuse_media,
-    unread_that_matter,
-    with_media,
-)
+from veomni_trainer.data.columns import check_columns, find_columns_of, names_of
 from veomni_trainer.data.corpus import Corpus, ReadSource
 from veomni_trainer.data.documents import Document, Example
 from veomni_trainer.data.labels import read_class, read_verdict
 from veomni_trainer.data.media.decoding import decode
 from veomni_trainer.data.media.placing import has_places
 from veomni_trainer.data.media.processor import MediaProcessor
-from veomni_trainer.data.media.rows import MediaRows
-from veomni_trainer.data.media.sources import Medium, media_in
+from veomni_trainer.data.media.sources import Medium
 from veomni_trainer.data.messages import ASSISTANT, Message, check_characters, read_tools, words_of
-from veomni_trainer.data.prompts import PromptReader, Said, text_of, value_of
+from veomni_trainer.data.prompts import Said, text_of, value_of
 from veomni_trainer.data.read import read_source
 from veomni_trainer.data.reading import BadLine, BadMedia, Reading
 from veomni_trainer.data.sequences import Counts
+from veomni_trainer.data.table_rows import TableRows
 from veomni_trainer.data.tables import Row
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.method_keys import PAIRS, PROMPTS
@@ -200,56 +191,38 @@ def prompt_inputs(row: Mapping[str, Any], processor: MediaProcessor, is_asked: b
     return processor.inputs([text], [[("image", each) for each in row[IMAGES]]], **options)
 
 
-class _MethodRows:
+class _MethodRows(TableRows[dict[str, Any]]):
     """Makes a row for the method's trainer of each row of one source."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer, train: TrainSection, reading: Reading) -> None:
-        self._source, self._reading = source, reading
-        self._chats = Chats(tokenizer.chats, source.loss_on, reading.not_rendered) if tokenizer.chats else None
+        text_alone = (
+            f"train.method: {train.method} learns text alone; pretrain and sft take media, and dpo, kto, grpo and rloo "
+            "images"
+        )
+        super().__init__(source, tokenizer, reading, tokenizer.no_media if train.takes_images else text_alone)
         self._wanted, self.needs = train.columns, ", ".join(train.columns)
         self._classifies, self._draws = train.method == "classify", train.columns == PROMPTS
-        self._columns: Columns | None = None
-        self._processor = tokenizer.processor
-        self._media: MediaRows | None = None
-        self._no_media = tokenizer.no_media
-        if not train.takes_images:
-            self._no_media = (
-                f"train.method: {train.method} learns text alone; pretrain and sft take media, and dpo, kto, grpo and "
-                "rloo images"
-            )
+        self._written = None if self._classifies else self._written
         self._images_alone = f"train.method: {train.method} takes images in prompts alone, by TRL's trainer"
 
     def begin(self, there: Mapping[str, str], has_schema: bool, path: Path) -> list[str]:
         if self._classifies:
             check_columns(self._wanted, there)
-            self._columns = Columns(text=self._wanted[0])
-            used = [*self._wanted]
-        else:
-            written = self._source.columns
-            found = self._columns or written or find_columns_of(self._wanted, there, not has_schema)
-            if self._no_media:
-                refuse_media(found, self._no_media)
-            else:
-                found = with_media(found, there)
-            self._columns, used = found, names_of(found)
-            if has_schema:
-                check_columns(names_of(written or found.model_copy(update={"tools": None})), there)
-            self._path, self._is_media = path, any(name in there for name in found.media.values())
-            self._prompts = PromptReader(
-                found, self._source.prompt_format, self._chats is not None, self._no_media, self._is_media
-            )
-        self._reading.columns = (
-            self._reading.columns or f"columns {', '.join(repr(name) for name in used if name in there)}"
-        )
-        if self._draws:  # other columns are for the reward
-            return [*there]
-        self._reading.unused = self._reading.unused or [name for name in there if name not in used]
-        return [*used, *unread_that_matter(self._columns, there)]
+        names = [*dict.fromkeys([*super().begin(there, has_schema, path), *self._wanted])]
+        unused = () if self._draws else self._reading.unused  # other columns of prompts are for the reward
+        self._reading.unused = [name for name in unused if name not in self._wanted]
+        return [*there] if self._draws else names
 
-    def read(self, row: Row, number: int) -> dict[str, Any]:
-        assert self._columns is not None
-        columns = self._columns if self._no_media or self._classifies else with_media(self._columns, row)
-        check_unread(row, columns, self._no_media)
+    def _find(self, there: Mapping[str, str], may_have_more: bool) -> Columns:
+        if self._classifies:
+            return Columns(text=self._wanted[0])
+        return find_columns_of(self._wanted, there, may_have_more)
+
+    def _describe(self, columns: Columns, there: Mapping[str, str]) -> str:
+        used = self._wanted if self._classifies else names_of(columns)
+        return f"columns {', '.join(repr(name) for name in used if name in there)}"
+
+    def _item(self, row: Row, number: int, columns: Columns) -> dict[str, Any]:
         tools: list[dict[str, Any]] | None = None
         images: list[Medium] | None = None
         read: dict[str, Any]
@@ -268,12 +241,12 @@ class _MethodRows:
                     raise BadLine(f"column {columns.prompt!r} ends with an answer, which would be part of the prompt")
             if not prompt:
                 raise BadLine("the prompt is empty")
-            prompt, images = self._with_images(row, columns.media, prompt, said)
+            prompt, images = self._with_images(row, columns, prompt, said)
             read = {"prompt": _plain(prompt), **{name: _plain(each) for name, each in said.items()}}
             if "label" in self._wanted:
-                label = self._columns.label or "label"
+                label = columns.label or "label"
                 read["label"] = read_verdict(value_of(row, label), label)
-            tools = read_tools(row.get(self._columns.tools or TOOLS))
+            tools = read_tools(row.get(columns.tools or TOOLS))
             if tools and images:
                 raise BadLine("TRL renders no tools beside images; leave the column 'tools' out")
             if tools and (self._draws or isinstance(prompt, str)):
@@ -288,31 +261,20 @@ class _MethodRows:
         return {**row, **read} if self._draws else {**read, **({TOOLS: tools} if tools else {})}
 
     def _with_images(
-        self, row: Row, columns: Mapping[str, str], prompt: Said, answers: Mapping[str, Said]
+        self, row: Row, columns: Columns, prompt: Said, answers: Mapping[str, Said]
     ) -> tuple[Said, list[Medium] | None]:
         """The prompt with places for its images, and these; of a table of text alone the prompt as it is, and none."""
-        here = {kind: name for kind, name in columns.items() if row.get(name)}
         if isinstance(prompt, str):
-            if here:
-                raise BadLine(
-                    f"column {next(iter(here.values()))!r} is not empty, and texts have no place for it; chats have"
-                )
+            self._refuse_beside_text(row, columns)
             return prompt, None
-        places = self._source.placeholders
         turns = [each for each in answers.values() if not isinstance(each, str)]
-        if (
-            self._no_media
-            or self._processor is None
-            or not (here or self._is_media or any(has_places(each, places) for each in (prompt, *turns)))
-        ):
+        answered = [turn for each in turns for turn in each]
+        if (found := self._media_of(row, columns, [*prompt, *answered])) is None:
             return prompt, None
-        if any(has_places(each, places) for each in turns):
+        if has_places(answered, self._source.placeholders):
             raise BadMedia(f"an answer has a place for media, and {self._images_alone}")
-        if self._media is None:
-            self._media = MediaRows(self._source, self._processor, self._reading)
-        folder, urls = self._path.absolute().parent, self._source.media_urls
-        beside = {kind: media_in(row.get(name), kind, folder, urls) for kind, name in columns.items()}
-        placed, media = self._media.prompt(prompt, beside, folder, turns)
+        reader, beside, folder = found
+        placed, media = reader.prompt(prompt, beside, folder, turns)
         if others := [each.kind for each in media if each.kind != "image"]:
             raise BadMedia(f"there is {others[0]} in the row, and {self._images_alone}")
         return placed, media

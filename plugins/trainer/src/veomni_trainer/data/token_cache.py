@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from filelock import FileLock
 from veomni_core.errors import HostError
 from veomni_trainer.data.token_store import DamagedStore, TokenStore, checksum, read_store
 
-_FORMAT = 4  # of the stored files; with another number, older ones are not looked at
+_FORMAT = 5  # of the stored files; with another number, older ones are not looked at
 
 Write = Callable[[Path], None]
 
@@ -45,9 +46,9 @@ def key_of(files: list[Path], **facts: Any) -> str:
 def uncached(write: Write) -> TokenStore:
     """What ``write`` puts into a temporary folder; the files are gone when the process ends."""
     with tempfile.TemporaryDirectory(prefix="veomni-tokens-") as name:
-        folder = Path(name)
-        _written(folder, lambda: write(folder))
-        return read_store(folder)  # a file that is mapped may be removed
+        with _naming_failed_writes(Path(name)):
+            write(Path(name))
+        return read_store(Path(name))  # a file that is mapped may be removed
 
 
 class TokenCache:
@@ -68,54 +69,42 @@ class TokenCache:
             HostError: the folder can't be written, or doesn't keep what is written.
         """
         store = self._folder / key
-        self._make(store, write, replaces=None)
-        before = _identity(store)
         try:
             return read_store(store)
         except DamagedStore as error:
-            self.notes.append(f"the token cache {store} was damaged ({error}), and is made again")
-            self._make(store, write, replaces=before)
+            if store.exists():
+                self.notes.append(f"the token cache {store} was damaged ({error}), and is made again")
         try:
-            return read_store(store)
+            with _naming_failed_writes(self._folder):
+                return self._made(store, write)
         except DamagedStore as error:
             raise HostError(
                 f"the token cache {store} was made again, and is damaged again ({error}): check its disk, or name "
                 "another folder as data.cache"
             ) from error
 
-    def _make(self, store: Path, write: Write, replaces: int | None) -> None:
-        """Write the store, unless it is there and is not the one that it ``replaces``; other processes wait."""
-
-        def make() -> None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{store}.lock"):
-                if _identity(store) != replaces:
-                    return
-                for left_over in self._folder.glob(f".{store.name}.*"):  # of a process that was killed
-                    shutil.rmtree(left_over)
-                folder = Path(tempfile.mkdtemp(prefix=f".{store.name}.", dir=self._folder))
-                try:
-                    write(folder)
-                    shutil.rmtree(store, ignore_errors=True)
-                    folder.rename(store)
-                finally:
-                    shutil.rmtree(folder, ignore_errors=True)
-
-        if replaces is not None or _identity(store) is None:
-            _written(self._folder, make)
+    def _made(self, store: Path, write: Write) -> TokenStore:
+        """The store, which another process may have made while this one waited for the lock."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{store}.lock"):
+            with suppress(DamagedStore):
+                return read_store(store)
+            for left_over in self._folder.glob(f".{store.name}.*"):  # of a process that was killed
+                shutil.rmtree(left_over)
+            folder = Path(tempfile.mkdtemp(prefix=f".{store.name}.", dir=self._folder))
+            try:
+                write(folder)
+                shutil.rmtree(store, ignore_errors=True)
+                folder.rename(store)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            return read_store(store)
 
 
-def _identity(store: Path) -> int | None:
-    """Tells a store from one that took its place; ``None`` where there is none."""
+@contextmanager
+def _naming_failed_writes(folder: Path) -> Iterator[None]:
     try:
-        return store.stat().st_ino
-    except OSError:
-        return None
-
-
-def _written(folder: Path, write: Callable[[], None]) -> None:
-    try:
-        write()
+        yield
     except OSError as error:
         at = error.filename or folder
         raise HostError(

@@ -20,6 +20,7 @@ from veomni_trainer.data.messages import ONLY_TEXT
 from veomni_trainer.job.data_section import BYTES
 from veomni_trainer.job.media_keys import PROCESSOR_FILES, PixelBudget
 from veomni_transformers.jobs.hub_snapshots import is_hub_id, nearest, snapshot
+from veomni_transformers.jobs.job_files import first_line
 from veomni_transformers.plugin_models import tokenizer_in
 
 _DEEPSEEKS = "<\uff5cend\u2581of\u2581sentence\uff5c>"  # not ASCII, unlike <|end_of_sentence|>
@@ -199,9 +200,8 @@ def _load(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
         return tokenizer_in(folder, trust_remote_code)
     except Exception as error:  # the libraries raise a bare Exception, and whatever a broken file leads to
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         what = "is not a tokenizer.json" if alone else "can't be loaded as a tokenizer"
-        raise JobFileError(f"data.tokenizer: {path if alone else folder} {what}: {reason}") from None
+        raise JobFileError(f"data.tokenizer: {path if alone else folder} {what}: {first_line(error)}") from None
 
 
 def _read_template(path: Path) -> str:

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self
 
 from pydantic import Field, field_serializer, model_validator
 
 from veomni_trainer.job.media_keys import PixelBudget
-from veomni_trainer.job.section import Number
-from veomni_trainer.job.sequence_keys import SequenceKeys
+from veomni_trainer.job.section import Number, Section
 from veomni_trainer.job.source_keys import Files, ReadingKeys, Source
 
 STDLIB = "python-stdlib"  # in data.files: the sources of Python's standard library instead of a path
 BYTES = "bytes"  # in data.tokenizer: a token per byte instead of a path
+
+
+class SequenceKeys(Section):
+    """How documents become sequences."""
+
+    sequence_length: int = Field(ge=2)
+    """Tokens per sequence, at most."""
+    packing: bool = False
+    """Whether several documents share a sequence without seeing each other.
+
+    Otherwise text is joined, and a document of which only a part is learned has a sequence of its own.
+    """
+    streaming: bool = False
+    """Whether documents are tokenized while the model trains, and never stored."""
+    shuffle_buffer: int | None = Field(default=None, ge=1)
+    """Of a stream: among how many sequences each next one is drawn (1024)."""
+    cache: bool | str = True
+    """The folder for tokens, by default in the user's cache folder; ``false``: tokenize at each start."""
 
 
 class DataSection(ReadingKeys, SequenceKeys):
@@ -61,6 +79,28 @@ class DataSection(ReadingKeys, SequenceKeys):
     def validates(self) -> bool:
         """Whether there is anything to validate on."""
         return bool(self.validation_fraction or self.validation_source)
+
+    def renamed(self, rename: Callable[[str, str, str | None], str]) -> DataSection:
+        """The section with other names of its files and its tokenizer.
+
+        ``rename`` is given the key of the job, the name, and of files the revision of their source.
+        """
+
+        def each(key: str, files: Any, revision: str | None) -> Any:
+            if isinstance(files, list):
+                return [rename(key, name, revision) for name in files]
+            return None if files is None else rename(key, files, revision)
+
+        changes = {key: each(f"data.{key}", getattr(self, key), self.revision) for key in ("files", "validation_files")}
+        changes["tokenizer"] = each("data.tokenizer", self.tokenizer, None)
+        if self.sources is not None:
+            changes["sources"] = [
+                source.model_copy(
+                    update={"files": each(f"data.sources.{n}.files", source.files, source.revision or self.revision)}
+                )
+                for n, source in enumerate(self.sources)
+            ]
+        return self.model_copy(update=changes)
 
     def _source(self, files: str | list[str]) -> Source:
         return self._filled(Source(files=files))

@@ -10,10 +10,12 @@ import yaml
 from pydantic import ValidationError
 
 from veomni_core.commands import at_home, beside_job, load_yaml
+from veomni_core.errors import UnknownNameError, did_you_mean
 from veomni_trainer.job.data_section import BYTES, STDLIB, DataSection
-from veomni_trainer.job.overrides import apply_overrides
-from veomni_trainer.job.problems import explain_problems
+from veomni_trainer.job.problems import explain_problems, is_free_mapping, keys_of, known_paths, no_such_key, section_at
 from veomni_trainer.job.schema import Job
+from veomni_trainer.job.synonyms import SYNONYMS
+from veomni_transformers.jobs.assignments import Assignment, assigned, read_assignments
 from veomni_transformers.jobs.job_files import check_variables
 
 
@@ -78,20 +80,36 @@ def _file_beside(reference: str, folder: Path) -> str:
 
 def _beside(data: DataSection, folder: Path) -> DataSection:
     """The section with its relative paths looked up in ``folder`` first, then in the working directory."""
-
-    def found(name: str) -> str:
-        return name if name in (STDLIB, BYTES) else beside_job(name, folder)
-
-    def all_found(files: str | list[str]) -> str | list[str]:
-        return found(files) if isinstance(files, str) else [found(name) for name in files]
-
-    paths: dict[str, Any] = {
-        key: all_found(value)
-        for key in ("files", "validation_files", "tokenizer", "chat_template")
-        if (value := getattr(data, key)) is not None
-    }
+    paths: dict[str, Any] = {}
+    if data.chat_template is not None:
+        paths["chat_template"] = beside_job(data.chat_template, folder)
     if isinstance(data.cache, str):
         paths["cache"] = _written_to(data.cache, "data.cache")
-    if data.sources is not None:
-        paths["sources"] = [each.model_copy(update={"files": all_found(each.files)}) for each in data.sources]
-    return data.model_copy(update=paths)
+    named = data.renamed(lambda key, name, _: name if name in (STDLIB, BYTES) else beside_job(name, folder))
+    return named.model_copy(update=paths)
+
+
+def apply_overrides(data: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
+    """A copy of ``data`` with every ``path=value`` of ``assignments`` applied; values are parsed as YAML.
+
+    Raises:
+        UnknownNameError: a job has no such path; the message suggests the nearest one.
+        ConfigError: an assignment has no ``=``, or its path goes through a value that isn't a mapping.
+        JobFileError: a value isn't valid YAML.
+    """
+    read = read_assignments(assignments)
+    for assignment in read:
+        _check_path(assignment)
+    return assigned(data, read)
+
+
+def _check_path(assignment: Assignment) -> None:
+    path, parts = assignment.path, assignment.parts
+    for depth in range(1, len(parts) + 1):
+        parent = section_at(Job, parts[: depth - 1])
+        if parent is None:
+            if is_free_mapping(Job, parts[: depth - 1]):
+                return
+            raise UnknownNameError(f"--set {path}: {'.'.join(parts[: depth - 1])} holds a value, not a section")
+        if parts[depth - 1] not in keys_of(parent):
+            raise UnknownNameError(f"--set {path}: {no_such_key(path, did_you_mean(path, known_paths(Job), SYNONYMS))}")

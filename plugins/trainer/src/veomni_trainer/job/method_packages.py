@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from packaging.version import Version
 
@@ -22,3 +24,11 @@ def require_trl(who: str) -> None:
             raise HostError(f"{who} needs {package}, which is not installed: {_INSTALL}") from None
     if Version(found["trl"]) < _OLDEST:
         raise HostError(f"{who} needs trl {_OLDEST} or newer, and {found['trl']} is here: {_INSTALL}")
+
+
+def orpo() -> Any:
+    """TRL's module with ORPO, which TRL 1.16 has among its experimental ones, with a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trl.experimental import orpo as module
+    return module

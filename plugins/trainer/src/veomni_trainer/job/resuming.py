@@ -27,79 +27,10 @@ class OnResume(StrEnum):
     """The run can't go on with another value."""
 
 
-_APPLIED, _COMPARED, _CONTINUED, _REFUSED = OnResume
-
-# A key, or a section whose keys are all alike.
-KEYS: Mapping[str, OnResume] = {
-    "model.config": _COMPARED,  # the checkpoint's weights must fit
-    "model.weights": _CONTINUED,
-    "model.revision": _REFUSED,
-    "model.resize_embeddings": _COMPARED,  # the checkpoint's weights must fit
-    "model.modeling": _COMPARED,  # the checkpoint's weights must fit, and the plan
-    "model.dtype": _REFUSED,
-    "model.ops_implementation": _COMPARED,  # the plan
-    "model.trust_remote_code": _APPLIED,
-    "data": _COMPARED,  # the sequences
-    "lora": _COMPARED,  # the adapter
-    "train.output_dir": _APPLIED,
-    "train.steps": _APPLIED,
-    "train.epochs": _APPLIED,
-    "train.batch_size": _COMPARED,  # the sequences of a step, here and below
-    "train.gradient_accumulation": _COMPARED,
-    "train.learning_rate": _APPLIED,
-    "train.optimizer": _REFUSED,
-    "train.parameter_groups": _REFUSED,
-    "train.freeze": _REFUSED,
-    "train.schedule": _APPLIED,
-    "train.schedule_options": _APPLIED,
-    "train.early_stop": _APPLIED,
-    "train.warmup": _APPLIED,
-    "train.weight_decay": _APPLIED,
-    "train.max_grad_norm": _APPLIED,
-    "train.method": _REFUSED,
-    "train.dpo": _APPLIED,
-    "train.kto": _APPLIED,
-    "train.orpo": _APPLIED,
-    "train.grpo": _APPLIED,
-    "train.rloo": _APPLIED,
-    "train.reward": _APPLIED,
-    "train.classify": _REFUSED,
-    "train.parity": _APPLIED,
-    "train.parity_limit": _APPLIED,
-    "train.seed": _REFUSED,
-    "train.device": _APPLIED,
-    "train.precision": _REFUSED,  # unless the weights stay in their dtype
-    "train.gradient_checkpointing": _APPLIED,
-    "train.torch_compile": _APPLIED,
-    "train.cuda_graphs": _APPLIED,
-    "train.verify": _APPLIED,
-    "train.shadow": _APPLIED,
-    "train.frozen": _APPLIED,
-    "train.log_every": _APPLIED,
-    "train.validate_every": _APPLIED,
-    "train.save_every": _APPLIED,
-    "train.keep_checkpoints": _APPLIED,
-    "train.on_bad_loss": _APPLIED,
-    "train.export": _APPLIED,
-    "train.push_to": _APPLIED,
-    "train.expert_loads": _APPLIED,
-    "train.profile": _APPLIED,
-    "train.report_to": _APPLIED,
-    "train.fsdp": _REFUSED,
-    "train.sp_size": _COMPARED,
-    "train.cp_size": _COMPARED,
-    "train.sp_overlap": _APPLIED,
-    "train.fsdp_size": _COMPARED,
-    "train.tp_size": _COMPARED,
-    "train.ep_size": _COMPARED,
-    "train.parallel_plan": _APPLIED,
-    "train.timeout": _APPLIED,
-}
-
-_WHY: Mapping[str, str] = {
+_WHY: Mapping[str, str] = {  # why a run can't go on with another value of a key
     "model.dtype": "the optimizer's state is in the dtype of the weights",
     "model.revision": "another commit on the Hub may have other weights",
-    "train.precision": "weights and the optimizer's state are in its dtype",
+    "train.precision": "weights and the optimizer's state are in its dtype",  # unless the weights stay in their dtype
     "train.optimizer": "the optimizer's state is of its kind",
     "train.parameter_groups": "the optimizer's state is stored group by group",
     "train.freeze": "the optimizer has a state of what is trained alone",
@@ -107,6 +38,28 @@ _WHY: Mapping[str, str] = {
     "train.classify": "the model's scores are those of its labels",
     "train.seed": "another seed draws another order of sequences, so some would be trained on twice and some never",
     "train.fsdp": "weights and optimizer are stored otherwise with and without it",
+}
+_COMPARED_WITH = {  # keys by what of the checkpoint must still hold
+    "its weights, which must fit": "model.config model.resize_embeddings model.modeling",
+    "its plan": "model.ops_implementation",
+    "its sequences": "data",
+    "its adapter": "lora",
+    "the sequences of a step": "train.batch_size train.gradient_accumulation train.sp_size train.cp_size "
+    "train.fsdp_size train.tp_size train.ep_size",
+}
+_APPLIED_KEYS = (  # of the section train
+    "output_dir steps epochs learning_rate schedule schedule_options early_stop warmup weight_decay max_grad_norm dpo "
+    "kto orpo grpo rloo reward parity parity_limit device gradient_checkpointing torch_compile cuda_graphs verify "
+    "shadow frozen log_every validate_every save_every keep_checkpoints on_bad_loss export push_to expert_loads "
+    "profile report_to sp_overlap parallel_plan timeout"
+)
+# A key, or a section whose keys are all alike.
+KEYS: Mapping[str, OnResume] = {
+    **dict.fromkeys(_WHY, OnResume.REFUSED),
+    **{key: OnResume.COMPARED for keys in _COMPARED_WITH.values() for key in keys.split()},
+    **{f"train.{key}": OnResume.APPLIED for key in _APPLIED_KEYS.split()},
+    "model.trust_remote_code": OnResume.APPLIED,
+    "model.weights": OnResume.CONTINUED,
 }
 
 
@@ -131,7 +84,7 @@ class ChangedKey:
         if self.key == "train.precision":
             before, now = PRECISIONS.get(self.before), PRECISIONS.get(self.now)
             if before and now and before.weights == now.weights:
-                return _COMPARED  # the plan
+                return OnResume.COMPARED  # the plan
         return KEYS[self.key]
 
     def __str__(self) -> str:

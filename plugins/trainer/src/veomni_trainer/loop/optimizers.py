@@ -1,9 +1,9 @@
-"""The optimizers that a job can name: transformers' own, and Muon; and what they can be told."""
+"""The optimizers that a job can name: transformers' own, and Muon; what they can be told, and their groups."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch.optim import AdamW, Optimizer
 
 from veomni_core.errors import ConfigError, HostError, UnknownNameError, did_you_mean
 from veomni_trainer.job.optimization_keys import OptimizationKeys
+from veomni_trainer.job.parameter_groups import ParameterGroup, group_of
 from veomni_trainer.loop.muon import MuonWithAdamW, hidden_matrices
+from veomni_transformers.towers.parts import tower_of, towers
 
 MUON = "muon"
 _TORCH_ADAMW = ("adamw_torch", "adamw_torch_fused")  # what a job leaves to the machine is one of them
@@ -108,3 +110,25 @@ def _check_options(name: str, kind: type[Optimizer], options: Mapping[str, Any])
 
 def _refusal(name: str) -> str | None:
     return next((why for start, why in _REFUSED.items() if name.startswith(start)), None)
+
+
+def divide(optimizer: Optimizer, model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
+    """Move the parameters of each of ``groups`` out of the optimizer's groups, into groups of their own behind these.
+
+    The new groups name their glob or tower in ``match``. The optimizer must have made no step, and have no schedule.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = towers(model) if any(group.tower for group in groups) else {}
+    divided = []
+    for whole in optimizer.param_groups:
+        parts: dict[int | None, list[nn.Parameter]] = {}
+        for parameter in whole["params"]:
+            name = names[id(parameter)]
+            parts.setdefault(group_of(groups, name, tower_of(found, name)), []).append(parameter)
+        whole["params"] = parts.pop(None, [])
+        for index, parameters in sorted(parts.items(), key=lambda part: part[0] or 0):
+            group = groups[index]  # type: ignore[index]
+            changed = {"lr": group.learning_rate, "weight_decay": group.weight_decay}
+            said = {key: value for key, value in changed.items() if value is not None}
+            divided.append(whole | {"params": parameters, "match": group.match or group.named} | said)
+    optimizer.param_groups += divided

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
+from veomni_trainer.job.method_packages import orpo
 from veomni_trainer.loop.trl_trainers import MethodTrainer
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that it is experimental
-    from trl.experimental.orpo import ORPOTrainer
 
-
-class OrpoTrainer(MethodTrainer, ORPOTrainer):  # type: ignore[misc]
+class OrpoTrainer(MethodTrainer, orpo().ORPOTrainer):  # type: ignore[misc]
     """Odds ratio preference optimization on pairs, without a reference."""
 
     def measured(self) -> dict[str, list[float]]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from veomni_core.errors import ConfigError
 from veomni_trainer.loop.length_masks import LengthMasks, Masks
+from veomni_transformers.jobs.job_files import first_line
 
 Inputs = Mapping[str, Tensor | None]
 Results = Mapping[str, Tensor]
@@ -214,10 +215,9 @@ def why_not_captured(error: BaseException) -> str:
     kernels = [name for name in names if name.partition(".")[0] not in _CALLERS | sys.stdlib_module_names]
     models = [name for name in names if name.startswith("transformers.models.")]
     where = (kernels[:1] or models[-1:] or names[-1:] or ["something"])[0]
-    what = (str(error).splitlines() or [type(error).__name__])[0]
     return (
-        f"train.cuda_graphs: {where} waits for the GPU, or does something else that a graph can't repeat: {what}. Name "
-        f"another kernel for its op in model.ops_implementation, or {_WITHOUT}"
+        f"train.cuda_graphs: {where} waits for the GPU, or does something else that a graph can't repeat: "
+        f"{first_line(error)}. Name another kernel for its op in model.ops_implementation, or {_WITHOUT}"
     )
 
 

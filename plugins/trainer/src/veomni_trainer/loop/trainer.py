@@ -15,18 +15,15 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from veomni_core.errors import ConfigError
 from veomni_trainer.data.batches import learned_labels
 from veomni_trainer.data.corpus import Corpus
-from veomni_trainer.data.shared_batches import SharedBatches
+from veomni_trainer.data.orders import SharedBatches, validation_batches
 from veomni_trainer.data.streaming import Stream
-from veomni_trainer.data.validation_batches import validation_batches
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.accumulation import weight_of_aux_loss
 from veomni_trainer.loop.bad_steps import BadSteps
 from veomni_trainer.loop.clock import StepClock
-from veomni_trainer.loop.device import wait_for
+from veomni_trainer.loop.device import peak_memory, reset_peak, wait_for
 from veomni_trainer.loop.expert_loads import ExpertLoads
-from veomni_trainer.loop.memory import peak_memory, reset_peak
-from veomni_trainer.loop.optimizers import optimizer_for
-from veomni_trainer.loop.parameter_groups import divide
+from veomni_trainer.loop.optimizers import divide, optimizer_for
 from veomni_trainer.loop.resuming_trainer import ResumingTrainer
 from veomni_trainer.loop.step_graphs import Results, StepGraphs, graphs_on
 from veomni_trainer.loop.throughput import Throughput

@@ -116,16 +116,10 @@ class SftTrainer(MethodTrainer, trl.SFTTrainer):  # type: ignore[misc,name-defin
     def _get_num_items_in_batch(self, *args: Any) -> Any:
         return JobTrainer._get_num_items_in_batch(self, *args)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not {"attention_mask", "position_ids"} & inputs.keys():  # nothing is padded, and TRL counts tokens by one
             inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 class ReferredTrainer(MethodTrainer):

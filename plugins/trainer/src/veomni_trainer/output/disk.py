@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
+from torch import nn
 
 from veomni_core.errors import ConfigError, HostError
+from veomni_trainer.job.train_section import TrainSection
 
 _ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.ENOTDIR)
 _SIGNS = ("PytorchStreamWriter", "No space left", "unexpected pos")  # torch raises RuntimeError where it can't write
@@ -62,3 +64,26 @@ def naming_failed_writes(folder: Path) -> Iterator[None]:
             f"{folder} can't be written: {why}. Its disk has {free_bytes(folder):,} bytes free. The checkpoints in it "
             "are whole; when there is room, the same command with --resume writes the rest"
         ) from error
+
+
+def checkpoint_bytes(model: nn.Module) -> int:
+    """About how large a checkpoint is: the weights, and two states of the optimizer for each that is trained.
+
+    Of an adapter it holds the trained weights alone.
+    """
+    frozen = 0 if hasattr(model, "peft_config") else 1
+    return sum(p.numel() * p.element_size() * (3 if p.requires_grad else frozen) for p in model.parameters())
+
+
+def check_disk_space(train: TrainSection, folder: Path, model: nn.Module) -> None:
+    """Raise HostError if the job writes checkpoints, and the disk has no room for one."""
+    needed, free = checkpoint_bytes(model), free_bytes(folder)
+    if train.save_every != "never" and free < needed:
+        raise HostError(
+            f"train.output_dir: {describe_disk_space(folder, needed, free)}. Free some, or name another folder"
+        )
+
+
+def describe_disk_space(folder: Path, needed: int, free: int) -> str:
+    """``a checkpoint takes about 1,200 bytes, and the disk of runs/first has 800 free``."""
+    return f"a checkpoint takes about {needed:,} bytes, and the disk of {folder} has {free:,} free"

@@ -14,6 +14,16 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _SET_ASIDE = ".superseded"
 
 
+class _Within:
+    """A path within a run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, owner: type) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The paths in a run's folder.
@@ -23,60 +33,28 @@ class RunFolder:
 
     path: Path
 
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per logged step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def expert_rows(self) -> Path:
-        """One JSON object per logged step: ``rows[layer][expert]``, where experts' loads are measured."""
-        return self.path / "expert_rows.jsonl"
-
-    @property
-    def plan(self) -> Path:
-        """The plan that the run trains with."""
-        return self.path / "plan.json"
-
-    @property
-    def receipt(self) -> Path:
-        """The receipt: which kernel was bound where."""
-        return self.path / "receipt.json"
-
-    @property
-    def job(self) -> Path:
-        """The job with all defaults and the changes of ``--set``."""
-        return self.path / "job.yaml"
-
-    @property
-    def data(self) -> Path:
-        """What was read of the job's files and what was left out: an object per source."""
-        return self.path / "data.json"
-
-    @property
-    def summary(self) -> Path:
-        """The run's key figures, and the comparison."""
-        return self.path / "summary.json"
-
-    @property
-    def report(self) -> Path:
-        """The report, an HTML page."""
-        return self.path / "report.html"
-
-    @property
-    def exported(self) -> Path:
-        """The weights at the end, as a plain folder of safetensors, where the job asks for it."""
-        return self.path / "model"
-
-    @property
-    def profile(self) -> Path:
-        """A trace of a few steps, and a table of where their time went, where the job profiles them."""
-        return self.path / "profile"
-
-    @property
-    def staging(self) -> Path:
-        """The folder in which checkpoints are written before they are moved to their final path."""
-        return self.path / ".incomplete"
+    metrics = _Within("metrics.jsonl")
+    """One JSON object per logged step."""
+    expert_rows = _Within("expert_rows.jsonl")
+    """One JSON object per logged step: ``rows[layer][expert]``, where experts' loads are measured."""
+    plan = _Within("plan.json")
+    """The plan that the run trains with."""
+    receipt = _Within("receipt.json")
+    """The receipt: which kernel was bound where."""
+    job = _Within("job.yaml")
+    """The job with all defaults and the changes of ``--set``."""
+    data = _Within("data.json")
+    """What was read of the job's files and what was left out: an object per source."""
+    summary = _Within("summary.json")
+    """The run's key figures, and the comparison."""
+    report = _Within("report.html")
+    """The report, an HTML page."""
+    exported = _Within("model")
+    """The weights at the end, as a plain folder of safetensors, where the job asks for it."""
+    profile = _Within("profile")
+    """A trace of a few steps, and a table of where their time went, where the job profiles them."""
+    staging = _Within(".incomplete")
+    """The folder in which checkpoints are written before they are moved to their final path."""
 
     def compared(self, name: str) -> RunFolder:
         """The folder of the run that this one is compared with."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, get_token
 
 from veomni_core.errors import HostError
+from veomni_transformers.jobs.job_files import first_line
 
 
 def check_push(name: str | None) -> None:
@@ -39,6 +40,5 @@ def push(folder: Path, name: str) -> str:
         hub.create_repo(name, private=True, exist_ok=True)
         found = hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Weights of veomni train")
     except Exception as error:  # of the Hub's client, of the network and of files
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise HostError(f"{folder} could not be sent to {name}: {reason}. The export is complete") from error
+        raise HostError(f"{folder} could not be sent to {name}: {first_line(error)}. The export is complete") from error
     return f"sent to {found.commit_url}: {len(files)} files, {size:,.1f} MB"

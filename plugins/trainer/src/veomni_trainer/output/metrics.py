@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
 
-from veomni_trainer.output.strict_json import to_json, with_nan
 from veomni_transformers.whole_files import write_whole
 
 Row = dict[str, Any]
@@ -99,3 +99,21 @@ def figures(rows: list[Row]) -> Row:
         "training_seconds": seconds,
         "peak_memory_bytes": max(row["peak_memory_bytes"] for row in train),
     }
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """``value`` as JSON, with ``null`` for NaN and infinities, which JSON has no words for."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def with_nan(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of numbers as it was before :func:`to_json`, with NaN for ``null``."""
+    return {key: math.nan if value is None else value for key, value in record.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from veomni_core.errors import CheckpointError
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.output.unpickling import refuse_code
+from veomni_transformers.jobs.job_files import first_line
 
 _WEIGHTS = "shard-*-model-*.safetensors"
 _OPTIMIZER = "optimizer"
@@ -98,15 +99,15 @@ def reason(error: BaseException) -> str:
     """What went wrong, in one line; of a ``CheckpointException`` what went wrong on the first rank."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    kind, said = type(error).__name__, first_line(error)
+    return kind if said == kind else f"{kind}: {said}"
 
 
-def check_layout(checkpoint: Path, layout: Layout) -> str | None:
-    """Check that this job goes on as the checkpoint's did; a sentence if the sizes changed.
+def check_layout(checkpoint: Path, layout: Layout) -> None:
+    """Check that a step of this job takes as many sequences as one of the checkpoint's.
 
     Raises:
-        CheckpointError: a step would take another number of sequences, or the checkpoint's layout can't be read.
+        CheckpointError: it takes more or fewer, or the checkpoint's layout can't be read.
     """
     path = checkpoint / LAYOUT
     try:
@@ -119,8 +120,3 @@ def check_layout(checkpoint: Path, layout: Layout) -> str | None:
             f"gradient_accumulation x processes that take different batches), and this job takes "
             f"{layout.sequences_per_step}. Change train.batch_size or gradient_accumulation so that they are equal"
         )
-    return None if before == layout else f"{_sizes(before)} -> {_sizes(layout)}"
-
-
-def _sizes(layout: Layout) -> str:
-    return f"fsdp_size {layout.fsdp_size}, tp_size {layout.tp_size}, ep_size {layout.ep_size}"

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
-import operator
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
+from veomni_trainer.output.metrics import Row, training_rows
 from veomni_trainer.report.drawing import Chart, colour, draw
 from veomni_trainer.report.method_curves import curves_of
-from veomni_trainer.report.series import MANY_STEPS, Points, Series, in_words, smoothed
 
+Points = list[tuple[int, float]]
+
+_MANY_STEPS = 200  # a line of more steps is drawn faintly, with a smoothed one on it
 _DASH = 5.0  # the length of a dash, in widths of the line
+_LINES, _COLUMNS = 256, 600  # of the heat map: more than these can't be told apart on the page
+_HOT = 3.0  # its brightest colour is this many times the mean
+
+
+@dataclass(frozen=True)
+class Series:
+    """A run in the charts: its name, the page's variable with its colour, and its rows of metrics."""
+
+    label: str
+    colour: str
+    rows: list[Row]
+
+    def points(self, key: str, factor: float = 1.0) -> Points:
+        """Step, and ``factor`` times the value, of each training row that has ``key``."""
+        return [(row["step"], factor * row[key]) for row in training_rows(self.rows) if key in row]
+
+    def validation(self) -> Points:
+        """Step and loss of each validation."""
+        return [(row["step"], row["validation_loss"]) for row in self.rows if "validation_loss" in row]
 
 
 @dataclass
@@ -31,7 +55,7 @@ class _Lines:
 
 def draw_charts(*runs: Series) -> list[Chart]:
     """The charts of losses, rates, times and memory of one run or of several, as far as there is data."""
-    shown = [run for run in runs if run.points(operator.itemgetter("loss"))]
+    shown = [run for run in runs if run.points("loss")]
     losses = _of(shown, "loss", "Loss", "per step")
     losses.validations = [(run, points) for run in shown if (points := run.validation())]
     charts = [losses, _of(shown, "aux_loss", "Router loss", "load balancing"), _gap(shown)]
@@ -50,7 +74,7 @@ def draw_charts(*runs: Series) -> list[Chart]:
 
 
 def _of(runs: list[Series], key: str, title: str, note: str, factor: float = 1.0) -> _Lines:
-    lines = [(run, run.points(lambda row: factor * row[key], key)) for run in runs]
+    lines = [(run, run.points(key, factor)) for run in runs]
     return _Lines(title, note, [(run, points) for run, points in lines if points])
 
 
@@ -70,7 +94,7 @@ def _gap(runs: list[Series]) -> _Lines:
     """How far the first run's losses are from the second one's."""
     chart = _Lines("Loss difference", "absolute, per step", [])
     if len(runs) == 2:
-        mine, other = (dict(run.points(operator.itemgetter("loss"))) for run in runs)
+        mine, other = (dict(run.points("loss")) for run in runs)
         if common := [(step, abs(loss - other[step])) for step, loss in mine.items() if step in other]:
             chart.title += " from eager" if runs[1].colour == "eager" else f" from {_short(runs[1].label)}"
             chart.lines = [(runs[0], common)]
@@ -97,7 +121,7 @@ def _draw(chart: _Lines) -> Chart:
         for number, (run, points) in enumerate(chart.lines):
             dashes = (number * _DASH, (_DASH, others * _DASH)) if number else "solid"
             style: dict[str, Any] = {"color": colour(run.colour)}
-            if len(points) > MANY_STEPS:
+            if len(points) > _MANY_STEPS:
                 if not others:  # two faint lines would mix their colours
                     axes.plot(*zip(*points, strict=True), linewidth=0.6, alpha=0.35, **style)
                 points = smoothed(points)
@@ -120,3 +144,70 @@ def _draw(chart: _Lines) -> Chart:
     shown += [in_words(f"validation of {run.label}", points) for run, points in chart.validations]
     words = f"{chart.title}, {chart.note}: {'; '.join(shown)}."
     return Chart(chart.title, chart.note, draw(re.sub(r"\W+", "-", chart.title.lower()), lines, words))
+
+
+def smoothed(points: Points) -> Points:
+    """The exponential moving average over about a fiftieth of ``points``; values that are not finite are left out.
+
+    Example:
+        >>> smoothed([(step, 2.0) for step in range(3)])
+        [(0, 2.0), (1, 2.0), (2, 2.0)]
+    """
+    keep = 1 - 1 / max(len(points) / 50, 1)
+    total = weight = 0.0
+    line = []
+    for step, value in points:
+        if math.isfinite(value):
+            total, weight = keep * total + value, keep * weight + 1
+            line.append((step, total / weight))
+    return line
+
+
+def in_words(label: str, points: Points) -> str:
+    """What a line shows: ``this job from 3 at step 1 to 0.15 at step 20, between 0.15 and 3``."""
+    finite = [value for _, value in points if math.isfinite(value)]
+    if not finite:
+        return f"{label} without a finite value"
+    (first, start), (last, end) = points[0], points[-1]
+    between = f"between {min(finite):.4g} and {max(finite):.4g}"
+    return f"{label} from {start:.4g} at step {first} to {end:.4g} at step {last}, {between}"
+
+
+def draw_loads(rows: list[Row]) -> Chart:
+    """A line for every expert, layer by layer from the top; a column for every step. Many become one by their maximum.
+
+    Args:
+        rows: of ``expert_rows.jsonl``.
+    """
+    steps = [row["step"] for row in rows]
+    counts = np.array([row["rows"] for row in rows], float)  # [steps, layers, experts]
+    loads = counts / np.maximum(counts.mean(-1, keepdims=True), 1e-9)
+    layers = loads.shape[1]
+    image = _fewer(_fewer(loads.reshape(len(rows), -1), _COLUMNS).T, _LINES)
+
+    from matplotlib.ticker import MaxNLocator
+
+    def picture(axes: Any) -> None:
+        extent = (steps[0] - 0.5, steps[-1] + 0.5, layers, 0)
+        drawn = axes.imshow(
+            image, aspect="auto", cmap="magma", vmin=0, vmax=_HOT, extent=extent, interpolation="nearest"
+        )
+        axes.grid(visible=False)
+        axes.set_xlabel("step")
+        axes.set_ylabel("layer")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
+        axes.figure.colorbar(drawn, ax=axes, label="rows over the layer's mean", extend="max")
+
+    words = (
+        f"Rows of each expert over its layer's mean, steps {steps[0]} to {steps[-1]}, {layers} layers. "
+        f"The largest is {loads.max():.3g} times the mean."
+    )
+    drawing = draw("experts", picture, words, height=4.2)
+    return Chart("Experts' loads", "each line an expert, each column a step", drawing)
+
+
+def _fewer(image: np.ndarray[Any, Any], most: int) -> np.ndarray[Any, Any]:
+    """At most ``most`` rows: neighbours become their maximum."""
+    starts = np.arange(0, len(image), -(-len(image) // most))
+    return np.asarray(np.maximum.reduceat(image, starts))

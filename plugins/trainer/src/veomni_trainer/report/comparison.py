@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from veomni_trainer.output.metrics import Row, figures, quartiles, steady, training_rows
 
@@ -40,10 +39,6 @@ class Comparison:
     speed_ratio: float
     speed_quartiles: tuple[float, float]
     memory_ratio: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as a dictionary."""
-        return asdict(self)
 
 
 def compare_rows(

@@ -14,10 +14,9 @@ from veomni_core.errors import ConfigError
 from veomni_trainer.job.resuming import flat_keys
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import Row, figures, read_metrics
-from veomni_trainer.report.charts import draw_charts
+from veomni_trainer.report.charts import Series, draw_charts
 from veomni_trainer.report.drawing import COLOURS
 from veomni_trainer.report.page import render
-from veomni_trainer.report.series import Series
 from veomni_transformers.whole_files import write_whole
 
 _MARK = '<meta name="generator" content="veomni report">'

@@ -5,24 +5,52 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import yaml
 
 from veomni_core.commands import render_table
 from veomni_trainer.job.precision import PRECISIONS
 from veomni_trainer.output.folder import RunFolder
-from veomni_trainer.output.metrics import Row, figures, read_metrics
-from veomni_trainer.output.strict_json import to_json, with_nan
-from veomni_trainer.report.charts import draw_charts
+from veomni_trainer.output.metrics import Row, figures, read_metrics, to_json, with_nan
+from veomni_trainer.report.charts import Series, draw_charts, draw_loads
 from veomni_trainer.report.comparison import Comparison, compare_rows, comparison_sentence
-from veomni_trainer.report.ending import RunEnding
-from veomni_trainer.report.heat_map import draw_loads
 from veomni_trainer.report.page import render
 from veomni_trainer.report.progress import gigabytes
-from veomni_trainer.report.series import Series
 from veomni_transformers.whole_files import write_whole
+
+State = Literal["running", "complete", "interrupted", "diverged", "failed", "unfinished"]
+
+
+@dataclass(frozen=True)
+class RunEnding:
+    """What ended a run.
+
+    Attributes:
+        state: ``unfinished`` is a run that was killed, or that still runs: its files don't say which.
+        reason: what a diverged or failed run ended with.
+        step: the last step with a row of metrics.
+        steps: how many steps the job has.
+    """
+
+    state: State
+    reason: str = ""
+    step: int = 0
+    steps: int = 0
+
+    @property
+    def banner(self) -> str:
+        """What the report says on top; empty for a complete run."""
+        where = f"step {self.step} of {self.steps}"
+        return {
+            "complete": "",
+            "running": f"Written while the job runs, at {where}.",
+            "interrupted": f"Interrupted after {where}. Continue it with --resume.",
+            "diverged": f"Training ended at {where} with a loss or gradient that is not finite: {self.reason}.",
+            "failed": f"Training ended with an error after {where}: {self.reason}",
+            "unfinished": f"Not finished: the last row is that of {where}. The job was killed, or still runs.",
+        }[self.state]
 
 
 def write_report(folder: RunFolder, ending: RunEnding | None = None, export: str = "") -> None:
@@ -44,9 +72,9 @@ def write_report(folder: RunFolder, ending: RunEnding | None = None, export: str
     summary = {
         "run": figures(rows),
         "eager": figures(eager_rows),
-        "comparison": comparison.to_dict() if comparison else None,
+        "comparison": asdict(comparison) if comparison else None,
         "data": data,
-        "ending": ended.to_dict(),
+        "ending": asdict(ended),
         "export": export or _earlier(folder).get("export", ""),
         "plan_sha256": receipt["plan_sha256"],
         "hardware": receipt["hardware"],
@@ -145,3 +173,25 @@ def _versions(receipt: dict[str, Any]) -> dict[str, str]:
     plugins = {kernel["distribution"]: kernel["version"] for kernel in receipt["kernels"]}
     ours = ("torch", "transformers", "accelerate", "veomni-core", "veomni-trainer", "veomni-transformers")
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in ours}, **plugins}
+
+
+def outcome(folder: RunFolder, interrupted: bool) -> dict[str, Any]:
+    """The content of ``summary.json``, whether an interrupt ended the run, and the paths of what is there now."""
+    checkpoints = folder.checkpoints()
+    paths = {
+        "output_dir": folder.path,
+        "job": folder.job,
+        "plan": folder.plan,
+        "receipt": folder.receipt,
+        "metrics": folder.metrics,
+        "summary": folder.summary,
+        "report": folder.report,
+        "checkpoint": checkpoints[-1][1] if checkpoints else None,
+        "weights": folder.exported,
+        "eager": folder.compared("eager").path,
+    }
+    return {
+        **json.loads(folder.summary.read_text(encoding="utf-8")),
+        "interrupted": interrupted,
+        "paths": {name: str(path) if path and path.exists() else None for name, path in paths.items()},
+    }

@@ -1,4 +1,4 @@
-"""``veomni train`` and ``veomni export``: the command line. Their code is imported only when a command runs."""
+"""The trainer's command line, apart from what answers. The code of a command is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from veomni_core.commands import Changes, Frozen, JobPath, fit, frozen_job, print_json
+from veomni_core.commands import AsJson, Changes, Frozen, JobPath, fit, frozen_job, print_json
 from veomni_core.errors import ConfigError, did_you_mean
 from veomni_trainer.loop.signals import INTERRUPTED
 
@@ -85,8 +85,8 @@ def train(
         return
 
     from veomni_trainer.output.folder import RunFolder
+    from veomni_trainer.report.write import outcome
     from veomni_trainer.run.console import is_main_process
-    from veomni_trainer.run.outcome import outcome
     from veomni_trainer.run.run_job import run_job
 
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
@@ -136,3 +136,92 @@ def export(
     print(f"{checkpoint} -> {folder}: {said}")
     if push_to:
         print(push(folder, push_to))
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The folders of one run, or of up to eight.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", help="The page of several runs; by default comparison.html.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Write a run's report from what its folder holds, or compare several runs on one page."""
+    if output and len(runs) == 1:
+        raise ConfigError("--output names the page of several runs; one run's report is report.html in its folder")
+
+    from veomni_trainer.report.runs import comparison_of, read_runs, run_folder, write_comparison
+    from veomni_trainer.report.write import describe_run, figures_table, write_report
+
+    if len(runs) == 1:
+        folder = run_folder(runs[0])
+        write_report(folder)
+        print(folder.summary.read_text(encoding="utf-8") if json else describe_run(folder))
+        return
+    read = read_runs(runs)
+    if output or not json:
+        page = output or Path("comparison.html")
+        write_comparison(read, page)
+    if json:
+        print_json(comparison_of(read))
+    else:
+        print(f"{figures_table({run.label: run.figures for run in read})}\nreport: {page}")
+
+
+def init(
+    job: Annotated[Path, typer.Argument(help="The YAML file to write; must not exist.")] = Path("job.yaml"),
+    model: Annotated[
+        str | None,
+        typer.Option(help="A folder of weights, a config's path, a Hub id, or a model type (a small, random model)."),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="A file, a folder, a glob, or python-stdlib.")] = None,
+    output_dir: Annotated[str | None, typer.Option(help="The run's folder.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+    preset: Annotated[str, typer.Option(help="Which kernels: auto, eager, gpu, ...")] = "auto",
+) -> None:
+    """Write a new job's YAML. Asks for what no option says; in a script, options that have no default are required."""
+    if job.exists():
+        raise ConfigError(f"{job} exists; name a file that doesn't, or edit that one")
+
+    from veomni_core import discover
+    from veomni_core.commands import parse_yaml
+    from veomni_trainer.job.load import parse_job
+    from veomni_trainer.job.new_job import NewJob
+    from veomni_trainer.run.check import check_loaded
+
+    answers = NewJob(
+        model=_ask(model, "--model", "Model (weights' folder, config, Hub id or model type)", None),
+        data=_ask(data, "--data", "Data (a file, folder or glob)", None),
+        output_dir=_ask(output_dir, "--output-dir", "Output folder", f"runs/{job.stem}"),
+        steps=int(_ask(steps, "--steps", "Steps", "1000")),
+        sequence_length=int(_ask(sequence_length, "--sequence-length", "Tokens per sequence", "1024")),
+        preset=preset,
+    )
+    text = answers.to_yaml(job.name)
+    # Nothing is written that `veomni train` would refuse.
+    check_loaded(parse_job(parse_yaml(text), str(job), job.parent), discover().detect_hardware())
+    job.parent.mkdir(parents=True, exist_ok=True)
+    with job.open("x", encoding="utf-8") as stream:
+        stream.write(text)
+    print(f"{job} is written. Next: veomni train {job} --dry-run")
+
+
+def schema() -> None:
+    """Print the JSON schema of a job: keys, values, descriptions, and the kernels that are installed here."""
+    import json
+
+    from veomni_trainer.job.json_schema import job_schema
+
+    print(json.dumps(job_schema(), indent=1))
+
+
+def _ask(value: str | int | None, option: str, question: str, default: str | None) -> str:
+    """The option's value; else the answer of who sits at the terminal; else the default."""
+    if value is not None:
+        return str(value)
+    if sys.stdin.isatty():
+        answer: str = typer.prompt(question, default=default)
+        return answer
+    if default is None:
+        raise ConfigError(f"{option} is missing, and there is no terminal to ask at")
+    return default

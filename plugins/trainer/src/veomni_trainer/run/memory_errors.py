@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from veomni_core.errors import HostError
+from veomni_transformers.jobs.job_files import first_line
 
 _SIGNS = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # torch's RuntimeError of a CPU
 
@@ -25,11 +26,10 @@ def naming_lack_of_memory(two_runs: bool) -> Iterator[None]:
         on_cpu = isinstance(error, MemoryError) or any(sign in str(error) for sign in _SIGNS)
         if not on_cpu and not isinstance(error, torch.OutOfMemoryError):
             raise
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         shared = (
             "Two runs share the memory: --compare eager-after trains one after the other. Or l" if two_runs else "L"
         )
         raise HostError(
-            f"out of memory: {said}. {shared}ower train.batch_size or data.sequence_length (and raise "
-            "train.gradient_accumulation to keep the batch), or set train.gradient_checkpointing: true"
+            f"out of memory: {first_line(error).rstrip('.')}. {shared}ower train.batch_size or data.sequence_length "
+            "(and raise train.gradient_accumulation to keep the batch), or set train.gradient_checkpointing: true"
         ) from error

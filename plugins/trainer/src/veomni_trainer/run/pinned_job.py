@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from veomni_core.commands import load_yaml
 from veomni_core.errors import JobFileError
-from veomni_trainer.job.data_section import DataSection
 from veomni_trainer.job.schema import Job
-from veomni_trainer.job.source_keys import Files
 from veomni_transformers.jobs.hub_snapshots import is_hub_id, pinned
 
 
@@ -26,26 +23,13 @@ def pinned_job(job: Job, recorded: Path | None = None) -> Job:
         HostError: the Hub and its cache don't have what is named.
     """
     known = dict(_known(recorded))
-    return job.model_copy(update={"model": job.model.pinned(known), "data": _pinned_data(job.data, known)})
 
+    def pin(key: str, name: str, revision: str | None) -> str:
+        if not is_hub_id(name):
+            return name
+        return pinned(key, name, revision, kind="model" if key == "data.tokenizer" else "dataset", known=known)
 
-def _pinned_data(data: DataSection, known: Mapping[str, str]) -> DataSection:
-    def pin(key: str, files: Files | None, revision: str | None) -> Any:
-        if isinstance(files, list):
-            return [pin(key, each, revision) for each in files]
-        return pinned(key, files, revision, kind="dataset", known=known) if files and is_hub_id(files) else files
-
-    changes = {key: pin(f"data.{key}", getattr(data, key), data.revision) for key in ("files", "validation_files")}
-    if data.tokenizer is not None and is_hub_id(data.tokenizer):
-        changes["tokenizer"] = pinned("data.tokenizer", data.tokenizer, known=known)
-    if data.sources is not None:
-        changes["sources"] = [
-            each.model_copy(
-                update={"files": pin(f"data.sources.{n}.files", each.files, each.revision or data.revision)}
-            )
-            for n, each in enumerate(data.sources)
-        ]
-    return data.model_copy(update=changes)
+    return job.model_copy(update={"model": job.model.pinned(known), "data": job.data.renamed(pin)})
 
 
 def _known(recorded: Path | None) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -12,12 +13,13 @@ from veomni_core import Binding
 from veomni_trainer.loop.trackers import Trackers
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import Row, append_metrics, truncate_metrics
-from veomni_trainer.report.ending import RunEnding
 from veomni_trainer.report.progress import Progress
-from veomni_trainer.report.write import write_report
+from veomni_trainer.report.write import RunEnding, write_report
 from veomni_trainer.run.console import print_once
-from veomni_trainer.run.live_report import LiveReport
 from veomni_transformers.whole_files import write_whole
+
+_SECONDS_BETWEEN = 30.0
+_LARGEST_SHARE = 0.02  # of the time that a run takes
 
 
 class RunRecord(TrainerCallback):
@@ -97,3 +99,29 @@ def settings_in_force(optimizer: Any, args: TrainingArguments) -> str:
         values = sorted({str(group[key]) for group in groups if key in group})
         said += [f"{key} {' and '.join(values)}"] if values else []
     return ", ".join([*said, f"max_grad_norm {args.max_grad_norm}"])
+
+
+class LiveReport:
+    """Writes a run's report at most every half minute, and at most a fiftieth of the time.
+
+    Validations don't wait for the half minute.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._rested = time.monotonic()
+        self._cost = 0.0
+
+    def update(self, soon: bool) -> None:
+        """Write the report if it is due.
+
+        Args:
+            soon: whether there is something new that is worth a report of its own.
+        """
+        began = time.monotonic()
+        rest = self._cost / _LARGEST_SHARE
+        if began - self._rested < (rest if soon and self._cost else max(rest, _SECONDS_BETWEEN)):
+            return
+        write_report(self._folder, RunEnding("running"))
+        self._rested = time.monotonic()
+        self._cost = self._rested - began

@@ -25,8 +25,7 @@ from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.hub import push
 from veomni_trainer.output.lock import locked
-from veomni_trainer.report.ending import RunEnding, State
-from veomni_trainer.report.write import describe_run, write_report
+from veomni_trainer.report.write import RunEnding, State, describe_run, write_report
 from veomni_trainer.run.check import check_frozen
 from veomni_trainer.run.console import is_main_process, print_once
 from veomni_trainer.run.eager import EAGER, eager_beside, train_eager

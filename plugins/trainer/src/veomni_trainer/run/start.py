@@ -28,14 +28,14 @@ from veomni_trainer.loop.checkpoints import Origin, check_plan, check_sequences
 from veomni_trainer.loop.optimizers import check_optimizer
 from veomni_trainer.loop.schedules import check_schedule
 from veomni_trainer.loop.trackers import check_trackers
+from veomni_trainer.output.disk import check_disk_space
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.hub import check_push
 from veomni_trainer.output.trained_sample import Sample, sample_ids
 from veomni_trainer.run.console import print_once
 from veomni_trainer.run.starting_point import StartingPoint, describe_resumption
 from veomni_trainer.setup.adapter import check_packages, check_validates, with_adapter
-from veomni_trainer.setup.arguments import training_arguments
-from veomni_trainer.setup.disk_space import check_disk_space
+from veomni_trainer.setup.arguments import may_leave_parameters_unused, training_arguments
 from veomni_trainer.setup.model import build_model, check_model, conditions, ops_config
 from veomni_trainer.setup.packing import check_packed_media, check_packing
 from veomni_trainer.setup.process_timeout import set_process_timeout
@@ -44,7 +44,6 @@ from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, shar
 from veomni_trainer.setup.sharding import check_started
 from veomni_trainer.setup.tokenizer import job_tokenizer, other_ids
 from veomni_trainer.setup.trl_arguments import check_method, method_inputs, trl_config, trl_tokenizer
-from veomni_trainer.setup.unused_parameters import may_leave_parameters_unused
 from veomni_transformers.packed.document_positions import DocumentPositions
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def prepare(
         check_packing(model, job.train.batch_size, conditions(job).autocast, order)
     trained = with_adapter(model, job, point.checkpoint) if job.lora else model
     inputs = method_inputs(job, tokenizer, arguments.device) if job.train.method != "pretrain" else None
-    check_disk_space(job.train, folder, trained)
+    check_disk_space(job.train, folder.path, trained)
     accepted = check_plan(point.checkpoint, binding.plan, accept_plan_change) if point.checkpoint else ()
     print_once(f"{corpus.describe()}\nmodel: {_describe_model(trained, arguments)}\n{binding.receipt.table()}")
     if frozen:

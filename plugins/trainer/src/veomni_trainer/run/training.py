@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from safetensors import SafetensorError
@@ -17,24 +18,23 @@ from veomni_trainer.loop.checkpoints import CheckpointCallback
 from veomni_trainer.loop.early_stop import EarlyStop
 from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.interrupt import InterruptCallback
-from veomni_trainer.loop.methods import trainer_of
 from veomni_trainer.loop.profiled_steps import ProfiledSteps
 from veomni_trainer.loop.throughput import Throughput, peak_of
 from veomni_trainer.loop.trackers import Trackers
 from veomni_trainer.loop.trainer import JobTrainer
-from veomni_trainer.output.disk import free_bytes, write_failure
+from veomni_trainer.output.disk import checkpoint_bytes, describe_disk_space, free_bytes, write_failure
 from veomni_trainer.report.progress import Progress
 from veomni_trainer.run.console import is_main_process, print_once
 from veomni_trainer.run.record import RunRecord
 from veomni_trainer.run.shadowed_steps import ShadowedSteps
 from veomni_trainer.run.start import Start
-from veomni_trainer.setup.disk_space import checkpoint_bytes, describe_disk_space
 from veomni_trainer.setup.model import conditions
 from veomni_trainer.setup.precision import weights_dtype
 from veomni_transformers.build import build_skeleton
 from veomni_transformers.losses.counted_items import divides_by_items
 
 _NORMS = ("rms_norm", "rms_norm_gated")
+_MODULES = {"orpo": "orpo_trainer", "classify": "classify_trainer"}  # of their trainers; those of others are in one
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,9 @@ def _trainer(start: Start, on_row: Any, callbacks: list[Any], loads: ExpertLoads
         if (divides := divides_by_items(unbound)) is not None:  # else what transformers believes of it
             trainer.model_accepts_loss_kwargs = divides
         return trainer
-    return trainer_of(train.method)(*given, inputs=start.inputs)
+    module = import_module(f"veomni_trainer.loop.{_MODULES.get(train.method, 'trl_trainers')}")
+    kind: type[JobTrainer] = getattr(module, f"{train.method.capitalize()}Trainer")
+    return kind(*given, inputs=start.inputs)
 
 
 @contextmanager
@@ -164,7 +166,7 @@ def _can_count(start: Start) -> bool:
 
 
 def _explain(why: str, start: Start) -> str:
-    saved = start.folder.checkpoints()
-    room = describe_disk_space(start.folder, checkpoint_bytes(start.model), free_bytes(start.folder.path))
+    folder, saved = start.folder.path, start.folder.checkpoints()
+    room = describe_disk_space(folder, checkpoint_bytes(start.model), free_bytes(folder))
     whole = f" The checkpoints before are whole: go on from {saved[-1][1].name} with --resume." if saved else ""
-    return f"{start.folder.path} can't be written: {why}. For comparison, {room}.{whole}"
+    return f"{folder} can't be written: {why}. For comparison, {room}.{whole}"

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
+from veomni_core import Plan
 from veomni_core.errors import HostError
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.setup.precision import check_precision
@@ -128,3 +129,15 @@ def _sharding(train: TrainSection) -> dict[str, Any]:
     # Every rank builds and binds its own copy, which is then sharded in place.
     config = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": False}
     return {"fsdp": True, "fsdp_config": config}
+
+
+def may_leave_parameters_unused(model: PreTrainedModel, plan: Plan, train: TrainSection) -> bool:
+    """Whether a step may leave parameters of ``model`` without a gradient.
+
+    Experts may get no token, and text leaves the image or audio part of a model unused. All parameters of a dense
+    language model are used in each step, so DDP needn't walk its graph. With gradient checkpointing DDP can't look.
+    """
+    if train.gradient_checkpointing:
+        return False
+    has_experts = any(op.op_name == "moe_experts" and op.sites for op in plan.ops)
+    return has_experts or model.config.get_text_config() is not model.config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import torch
@@ -14,18 +13,11 @@ from veomni_core import OpsConfig, binding_of
 from veomni_core.errors import ConfigError
 from veomni_trainer.data.method_inputs import MethodInputs
 from veomni_trainer.data.tokens import Tokenizer
+from veomni_trainer.job.method_packages import orpo
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.setup.model import build_model
 from veomni_trainer.setup.rewards import load_reward
-
-_CONFIGS = {
-    "dpo": "DPOConfig",
-    "kto": "KTOConfig",
-    "grpo": "GRPOConfig",
-    "rloo": "RLOOConfig",
-    "reward": "RewardConfig",
-}
 
 
 def check_method(job: Job, tokenizer: Tokenizer, processes: int) -> None:
@@ -71,26 +63,18 @@ def trl_config(train: TrainSection, sequence_length: int) -> tuple[type, dict[st
     """The class of the trainer's arguments, and those of them that transformers' arguments don't have."""
     import trl
 
-    configs: Any = trl
+    name = "RewardConfig" if train.method == "reward" else f"{train.method.upper()}Config"
+    kind = getattr(orpo() if train.method == "orpo" else trl, name)
     common = {"gradient_checkpointing": train.gradient_checkpointing}
     if train.method == "sft":
         # The job's own sequences: nothing is left to prepare.
-        return configs.SFTConfig, {**common, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
-    kind = orpo().ORPOConfig if train.method == "orpo" else getattr(trl, _CONFIGS[train.method])
+        return kind, {**common, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
     if train.drawn is not None:
         settings = train.drawn.model_dump(exclude={"reward", "beta", "replay_routers"})
         # With a beta TRL would look for a reference model by the model's name; the job's trainer gives it one.
         return kind, {**common, "beta": 0.0, **settings}
     own = getattr(train, train.method)
     return kind, {**common, "max_length": sequence_length, **(own.model_dump() if own else {})}
-
-
-def orpo() -> Any:
-    """TRL's module with ORPO, which TRL 1.16 has among its experimental ones, with a warning."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from trl.experimental import orpo as module
-    return module
 
 
 def method_inputs(job: Job, tokenizer: Tokenizer, device: torch.device) -> MethodInputs:

@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
 )
 
 from veomni_core.errors import HostError, JobFileError, suggest
+from veomni_transformers.jobs.job_files import first_line
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 _FILES = (
@@ -90,7 +91,7 @@ def snapshot(
                 identifier, repo_type=kind, revision=wanted, allow_patterns=patterns, ignore_patterns=[*_NOT_NEEDED]
             )
     except GatedRepoError as error:
-        raise JobFileError(f"{key}: {identifier} is gated: {_first_line(error)} Log in with `hf auth login`") from None
+        raise JobFileError(f"{key}: {identifier} is gated: {first_line(error)} Log in with `hf auth login`") from None
     except RevisionNotFoundError:
         raise JobFileError(f"{key}: {identifier} has no revision {wanted!r} on the Hub") from None
     except RepositoryNotFoundError:
@@ -100,7 +101,7 @@ def snapshot(
         ) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         at = f" at revision {wanted!r}" if wanted else ""
-        why = "HF_HUB_OFFLINE is set" if is_offline() else _first_line(error.__cause__ or error)
+        why = "HF_HUB_OFFLINE is set" if is_offline() else first_line(error.__cause__ or error)
         raise HostError(
             f"{key}: {identifier} is no path here, the Hub's cache ({constants.HF_HUB_CACHE}) has no {kind} of that "
             f"id{at}, and the Hub can't be reached: {why}.{nearest(Path(identifier))}"
@@ -135,7 +136,3 @@ def _id_and_revision(name: str, revision: str | None) -> tuple[str, str | None]:
     """The id, and the revision behind its ``@`` or else ``revision``."""
     identifier, _, own = name.partition("@")
     return identifier, own or revision
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -54,6 +54,11 @@ def check_variables(name: str, key: str = "model, data or train") -> None:
         )
 
 
+def first_line(error: BaseException) -> str:
+    """What went wrong, in one line; of an error without words, its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def shown(value: Any) -> str:
     """A value and its type, with the type's name in YAML: ``3 (integer)``."""
     names = {bool: "true/false", int: "integer", float: "number", str: "text", list: "list", dict: "mapping"}

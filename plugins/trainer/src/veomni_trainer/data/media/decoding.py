@@ -13,6 +13,7 @@ from typing import Any
 from veomni_core.errors import HostError
 from veomni_trainer.data.media.sources import Medium
 from veomni_trainer.data.reading import BadMedia
+from veomni_transformers.jobs.job_files import first_line
 
 EXTRA = "pip install 'veomni-trainer[media]'"
 _THUMBNAIL = (96, 96)
@@ -58,7 +59,7 @@ def _image(medium: Medium) -> Any:
     except PIL.UnidentifiedImageError:
         raise BadMedia(f"image {medium.name} is no image that Pillow knows") from None
     except Exception as error:  # Pillow raises what a broken file leads to
-        raise BadMedia(f"image {medium.name} is broken: {_first_line(error)}") from None
+        raise BadMedia(f"image {medium.name} is broken: {first_line(error)}") from None
     if frames > 1:
         raise BadMedia(f"image {medium.name} is animated, with {frames} frames; save one of them, or make it a video")
     if image.mode.startswith(("I", "F")):  # Pillow would cut off what is above 255
@@ -78,7 +79,7 @@ def _audio(medium: Medium, sampling_rate: int | None) -> Any:
     try:
         samples = load_audio(source, sampling_rate=sampling_rate or 16_000)
     except Exception as error:  # the decoders raise what a broken file leads to
-        raise BadMedia(f"audio {medium.name} is broken: {_first_line(error)}") from None
+        raise BadMedia(f"audio {medium.name} is broken: {first_line(error)}") from None
     if not samples.size:
         raise BadMedia(f"audio {medium.name} has no samples")
     return samples
@@ -99,11 +100,7 @@ def _video(medium: Medium) -> Any:
             source: Any = str(path)
             frames, metadata = load_video(source, backend="pyav")
         except Exception as error:  # as above
-            raise BadMedia(f"video {medium.name} is broken: {_first_line(error)}") from None
+            raise BadMedia(f"video {medium.name} is broken: {first_line(error)}") from None
     if not len(frames):
         raise BadMedia(f"video {medium.name} has no frames")
     return frames, metadata
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0] or type(error).__name__

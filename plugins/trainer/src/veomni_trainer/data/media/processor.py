@@ -18,6 +18,7 @@ from veomni_trainer.data.media.decoding import EXTRA
 from veomni_trainer.data.media.sources import KINDS
 from veomni_trainer.data.reading import BadMedia, Unreadable
 from veomni_trainer.job.media_keys import PROCESSOR_FILES, PixelBudget
+from veomni_transformers.jobs.job_files import first_line
 from veomni_transformers.plugin_models import processor_in
 
 _PARTS = {"image": "image_processor", "video": "video_processor", "audio": "feature_extractor"}
@@ -78,8 +79,7 @@ class MediaProcessor:
             what = next((line for line in str(error).splitlines() if line.strip()), "a library is missing")
             raise HostError(f"the processor in {self._folder} can't be loaded here: {what} {EXTRA}") from error
         except Exception as error:  # whatever a broken file leads to
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ConfigError(f"the processor in {self._folder} can't be loaded: {first}") from error
+            raise ConfigError(f"the processor in {self._folder} can't be loaded: {first_line(error)}") from error
         if not isinstance(found, ProcessorMixin):
             raise ConfigError(
                 f"{self._folder} has files of a processor, but transformers loads a {type(found).__name__} from it; "

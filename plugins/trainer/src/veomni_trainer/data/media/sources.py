@@ -14,6 +14,7 @@ from urllib.request import urlopen
 
 from veomni_core.commands import shown
 from veomni_trainer.data.reading import BadMedia
+from veomni_transformers.jobs.job_files import first_line
 
 KINDS = ("image", "video", "audio")
 _URLS = ("http://", "https://")
@@ -121,4 +122,4 @@ def _fetched(url: str, kind: str, fetches: bool) -> Medium:
         with urlopen(url, timeout=_SECONDS) as answer:  # an http address: medium_of has looked
             return Medium(kind, data=answer.read())
     except (OSError, ValueError) as error:
-        raise BadMedia(f"{kind} {shown(url)} can't be fetched: {(str(error).splitlines() or ['?'])[0]}") from None
+        raise BadMedia(f"{kind} {shown(url)} can't be fetched: {first_line(error)}") from None
