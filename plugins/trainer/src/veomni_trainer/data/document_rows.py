@@ -41,6 +41,7 @@ class DocumentRows:
 
     def __init__(self, source: Source, tokenizer: Tokenizer, reading: Reading) -> None:
         self._source, self._tokenizer, self._reading = source, tokenizer, reading
+        self.processor = tokenizer.processor
         self._columns: Columns | None = None
         self._read: ReadRow | None = None
         self._media: MediaRows | None = None
@@ -77,7 +78,10 @@ class DocumentRows:
             raise BadLine("an object without columns")
         columns = self._columns if self._tokenizer.no_media else with_media(self._columns, row)
         check_unread(row, columns, self._tokenizer.no_media)
-        return self._read(row, number)
+        read = self._read(row, number)
+        if self.processor is not None and isinstance(read, Example):
+            self.processor.check_words(read.text)
+        return read
 
     def show(self, read: Example | Document) -> None:
         """Keep the first row, as the user may see it."""
@@ -140,12 +144,12 @@ class DocumentRows:
         """A chat; one with media, or from a table that has columns of them, by the model's processor."""
         assert self._chats is not None
         columns = self._media_of(row)
-        processor, placeholders = self._tokenizer.processor, self._source.placeholders
+        placeholders = self._source.placeholders
         here = any(row.get(name) for name in columns.values()) or self._is_media or has_places(messages, placeholders)
-        if processor is None or not here:
+        if self.processor is None or not here:
             return self._chats.example(messages, row.get(tools))
         if self._media is None:
-            self._media = MediaRows(self._source, processor, self._reading)
+            self._media = MediaRows(self._source, self.processor, self._reading)
         folder, origin = self._path.absolute().parent, f"{self._path}, {self._unit} {number}"
         beside = {
             kind: media_in(row.get(name), kind, folder, self._source.media_urls) for kind, name in columns.items()

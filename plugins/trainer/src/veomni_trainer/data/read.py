@@ -11,6 +11,7 @@ from veomni_core.errors import JobFileError
 from veomni_trainer.data.document_rows import DocumentRows
 from veomni_trainer.data.documents import Document, Example
 from veomni_trainer.data.files import DATASET, HUB, TEXT, FoundFile, find_files, other_kind
+from veomni_trainer.data.media.processor import MediaProcessor
 from veomni_trainer.data.reading import BadLine, BadMedia, Reading, Unreadable
 from veomni_trainer.data.tables import CsvTable, JsonLinesTable, JsonTable, Row, Table
 from veomni_trainer.data.text import read_text
@@ -33,6 +34,8 @@ class Rows(Protocol[Item]):
 
     needs: str
     """The columns that a table must have, for messages; empty where a file of text is an item too."""
+    processor: MediaProcessor | None
+    """The model's, whose tokens of media no text may hold."""
 
     def begin(self, there: Mapping[str, str], has_schema: bool, path: Path) -> Collection[str]:
         """The names of the columns to read of the table ``path`` with the columns ``there``. Raises Unreadable."""
@@ -142,7 +145,9 @@ class _SourceReader:
         elif file.format == TEXT:
             try:
                 text = read_text(file.path)
-            except Unreadable as problem:
+                if self._rows.processor is not None:
+                    self._rows.processor.check_words(text)
+            except (Unreadable, BadMedia) as problem:
                 self._leave_out(file, str(problem))
             else:
                 yield self._counted(Example(text))

@@ -209,7 +209,7 @@ class _MethodRows:
         self._wanted, self.needs = train.columns, ", ".join(train.columns)
         self._classifies, self._draws = train.method == "classify", train.columns == PROMPTS
         self._columns: Columns | None = None
-        self._processor = tokenizer.processor
+        self.processor = tokenizer.processor
         self._media: MediaRows | None = None
         self._no_media = tokenizer.no_media
         if not train.takes_images:
@@ -282,7 +282,10 @@ class _MethodRows:
                 for answer in said.values() or ([],):
                     assert not isinstance(answer, str)
                     self._chats.check(prompt, answer, tools)
-        check_characters(json.dumps([read, tools], ensure_ascii=False), "the row")
+        words = json.dumps([read, tools], ensure_ascii=False)
+        check_characters(words, "the row")
+        if self.processor is not None:
+            self.processor.check_words(words)
         if images is not None:
             read[IMAGES] = [{"path": each.path, "data": each.data} for each in images]
         return {**row, **read} if self._draws else {**read, **({TOOLS: tools} if tools else {})}
@@ -302,14 +305,14 @@ class _MethodRows:
         turns = [each for each in answers.values() if not isinstance(each, str)]
         if (
             self._no_media
-            or self._processor is None
+            or self.processor is None
             or not (here or self._is_media or any(has_places(each, places) for each in (prompt, *turns)))
         ):
             return prompt, None
         if any(has_places(each, places) for each in turns):
             raise BadMedia(f"an answer has a place for media, and {self._images_alone}")
         if self._media is None:
-            self._media = MediaRows(self._source, self._processor, self._reading)
+            self._media = MediaRows(self._source, self.processor, self._reading)
         folder, urls = self._path.absolute().parent, self._source.media_urls
         beside = {kind: media_in(row.get(name), kind, folder, urls) for kind, name in columns.items()}
         placed, media = self._media.prompt(prompt, beside, folder, turns)
