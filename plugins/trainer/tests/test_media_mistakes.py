@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import PIL.Image
 import pytest
 from test_decoded_images import bomb, half_a_jpeg
@@ -90,6 +93,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "turn 1 has a part of type 'sketch'; known are",
     ),
     "a part that is a number": (part(path=3), "must be a path, bytes"),
+    "a name that no file can have": (chat("<image>", images=["a" * 300 + ".png"]), "aaa.* is not there"),
+    "an address in capitals": (chat("<image>", images=["HTTPS://example.org/a.png"]), "an address, .* data.media_urls"),
+    "a number of bytes": (chat("<image>", images=[{"bytes": 10**12}]), r"must be a path, .*got \{'bytes': 1000000"),
+    "brackets that nobody closes": (chat("<image>", images="[" * 100_000), r"'\[\[.* is not there"),
     "a part that is text": (part(url="data:image/png;base64,aGVsbG8="), "an image of 5 bytes is no image"),
 }
 
@@ -131,13 +138,6 @@ def test_a_picture_that_ends_after_the_sequence_is_refused(
         train(job_data)
 
 
-@pytest.mark.thorough
-def test_rows_with_pictures_are_not_packed(job_data: dict[str, Any], train: Train, pictures: Path, llava: Path) -> None:
-    job_on([GOOD, GOOD], job_data, pictures, llava, packing=True)
-    with pytest.raises(JobFileError, match="can't be packed"):
-        train(job_data)
-
-
 @pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("row", [GOOD, part(path="red.png")], ids=["a column", "a part"])
 def test_a_model_of_text_refuses_pictures(
@@ -168,5 +168,56 @@ def test_a_method_on_rows_says_that_it_learns_text_alone(
 
 @pytest.mark.thorough
 def test_cmyk_and_bytes_are_read(job_data: dict[str, Any], train: Train, pictures: Path, llava: Path) -> None:
-    job_on([GOOD, chat("<image>", images=["cmyk.jpg"]), part(path="red.png")], job_data, pictures, llava)
+    shutil.copy(pictures / "red.png", pictures / "a red.png")
+    inline = f"DATA:image/png;base64,{base64.b64encode((pictures / 'red.png').read_bytes()).decode()}"
+    named = [chat("<image>", images=[name]) for name in ("cmyk.jpg", f"file://{pictures}/a%20red.png", inline)]
+    job_on([GOOD, *named, part(path="red.png")], job_data, pictures, llava)
     train(job_data)
+
+
+@pytest.mark.thorough
+def test_a_text_that_holds_the_token_of_images_is_refused(
+    job_data: dict[str, Any], train: Train, pictures: Path
+) -> None:
+    """Beside a row with a picture transformers would count it as a part of that, and raise while it trains."""
+    folder = media_folder("gemma3", pictures / "gemma")
+    for row in (chat("Say <soft>."), chat("<image> Say <soft>.", images=["red.png"]), chat("Say it.", "<soft>")):
+        job_on([GOOD, row], job_data, pictures, folder)
+        with pytest.raises(
+            JobFileError, match=r"line 2: holds '<soft>' in its text, in whose place the model takes im"
+        ):
+            train(job_data)
+    (pictures / "words.txt").write_text("Say <soft>.")
+    with pytest.raises(JobFileError, match=r"words\.txt holds '<soft>' in its text"):
+        train(job_data, "data.files=words.txt")
+    said = [{"prompt": "Say it.", "chosen": answer, "rejected": "blue"} for answer in ("red", "<soft>")]
+    job_on(said, job_data, pictures, folder)
+    with pytest.raises(JobFileError, match=r"line 2: holds '<soft>' in its text"):
+        train(job_data, "train.method=dpo")
+
+
+@pytest.mark.thorough
+def test_sound_is_read_as_openai_writes_it_and_refused_where_it_is_none(
+    job_data: dict[str, Any], train: Train, pictures: Path
+) -> None:
+    """Base64 without a slash among its first 255 characters looks like the name of a file that no file can have."""
+    import soundfile
+
+    folder = media_folder("qwen2_audio", pictures / "audio")
+    soundfile.write(pictures / "tone.wav", np.zeros(16_000), 16_000, subtype="PCM_16")
+    soundfile.write(pictures / "click.wav", np.zeros(10), 16_000, subtype="PCM_16")
+    soundfile.write(pictures / "nan.wav", np.full(16_000, np.nan), 16_000, subtype="FLOAT")
+    (pictures / "none.wav").write_bytes(b"RIFF\0\0\0\0WAVE")
+    data = base64.b64encode((pictures / "tone.wav").read_bytes()).decode()
+    assert "/" not in data[:255]
+    said = part(type="input_audio", input_audio={"data": data, "format": "wav"})
+    job_on([said, said], job_data, pictures, folder)
+    train(job_data)
+    for name, words in (
+        ("click", "Qwen2AudioProcessor makes no token of one of its media, which is too short"),
+        ("nan", "nan.wav has samples that are no numbers"),
+        ("none", "none.wav is broken: "),
+    ):
+        job_on([said, chat("<audio>", audios=[f"{name}.wav"])], job_data, pictures, folder)
+        with pytest.raises(JobFileError, match=rf"rows\.jsonl, line 2: .*{words}"):
+            train(job_data, overwrite=True)

@@ -78,9 +78,12 @@ def test_a_loss_that_takes_no_count_of_labels_is_refused_where_a_step_has_severa
     assert dict(losses(run)) == pytest.approx(mean, rel=1e-4)
 
 
+MERGED = ("llama4", "mllama", "qwen3_vl", "internvl", "qwen3_omni_moe_thinker")
+
+
 @pytest.mark.parametrize(
     "model_type",
-    ["qwen3_5", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("llama4", "mllama", "qwen3_vl"))],
+    ["qwen3_5", *(pytest.param(each, marks=pytest.mark.thorough) for each in MERGED)],
 )
 def test_a_merged_adapter_of_the_decoder_leaves_the_towers_as_they_were(
     chats: Any, train: Train, run: Path, model_type: str

@@ -192,6 +192,26 @@ def test_two_processes_share_sequences_with_pictures(
     _assert_same(sharded, alone)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("model_type", "changes"), [("llava", ()), ("mllama", ()), ("qwen2_audio", ()), ("gemma3", ("train.fsdp_size=2",))]
+)
+def test_two_processes_of_which_one_has_a_row_of_text_alone_train_as_one(
+    job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path, model_type: str, changes: tuple[str, ...]
+) -> None:
+    kind = "audio" if model_type == "qwen2_audio" else "image"
+    write_rows([row for number, row in enumerate(chats_of(kind)) if number != 6], kind, tmp_path)  # Mllama takes one
+    folder = media_folder(model_type, tmp_path / "base")
+    job_data["model"] = {"weights": str(folder), "ops_implementation": {"preset": "auto"}}
+    job_data["data"] = {"files": "rows.jsonl", "sequence_length": 200}
+    job_data["train"] |= {"batch_size": 1, "save_every": "never", "max_grad_norm": 0.5}
+    job_data["train"]["method"] = "sft" if kind == "audio" else "pretrain"  # its own loss is a micro-batch's mean
+    job = write_job(job_data)
+    found, _ = _train(_on_two, job, tmp_path / "run", *changes)
+    alone, _ = _train(veomni, job, tmp_path / "single", "train.gradient_accumulation=2")
+    _assert_same(found, alone)
+
+
 def test_a_model_whose_sequences_cannot_be_shared_is_refused_before_its_weights_are_read(
     job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path
 ) -> None:

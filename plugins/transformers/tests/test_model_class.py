@@ -23,14 +23,14 @@ def test_without_architectures_the_whole_model_is_built(model_type):
     assert model.config.model_type == model_type
 
 
-@pytest.mark.parametrize("model_type, name", [("qwen3_5", "Qwen3_5ForCausalLM"), ("llama4", "Llama4ForCausalLM")])
-def test_a_text_decoder_is_built_where_it_is_named(model_type, name, tmp_path):
+@pytest.mark.parametrize("model_type, written", [("qwen3_5", ["Qwen3_5ForCausalLM"]), ("llama4", "Llama4ForCausalLM")])
+def test_a_text_decoder_is_built_where_it_is_named(model_type, written, tmp_path):
     whole = tiny_model(model_type).eval()
     whole.save_pretrained(tmp_path)
     config = tiny_config(model_type)
-    config.architectures = [name]
+    config.architectures = written
     model = build_on_cpu(config, tmp_path).eval()
-    assert model.__class__.__name__ == name and model.config.model_type == f"{model_type}_text"
+    assert model.__class__.__name__ in written and model.config.model_type == f"{model_type}_text"
     ids = text_batch()["input_ids"]
     torch.testing.assert_close(model(input_ids=ids).logits, whole(input_ids=ids).logits)
 

@@ -47,7 +47,8 @@ def class_and_config(config: Any) -> tuple[Any, Any]:
     """
     if not type(config).__module__.startswith("transformers.") and (own := model_class_of(config)):
         return own, config
-    kind = _named(config.architectures or ())
+    written = config.architectures or ()
+    kind = _named([written] if isinstance(written, str) else written)
     if kind is None and not type(config).__module__.startswith("transformers."):
         return AutoModelForCausalLM, config
     kind = kind or _named(each.get(config.model_type) for each in _WRITE_TEXT)

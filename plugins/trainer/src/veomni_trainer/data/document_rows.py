@@ -55,6 +55,12 @@ class DocumentRows(TableRows[Example | Document]):
         system = columns.system or ""
         return self._chat(row, number, with_system(turns, text_of(row, system) if row.get(system) else ""), columns)
 
+    def read(self, row: Row, number: int) -> Example | Document | None:
+        read = super().read(row, number)
+        if self.processor is not None and isinstance(read, Example):
+            self.processor.check_words(read.text)
+        return read
+
     def show(self, read: Example | Document) -> None:
         if isinstance(read, Document):
             pretrained = self._tokenizer.pretrained

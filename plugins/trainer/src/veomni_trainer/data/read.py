@@ -123,7 +123,9 @@ class _SourceReader:
         elif file.format == TEXT:
             try:
                 text = read_text(file.path)
-            except Unreadable as problem:
+                if self._rows.processor is not None:
+                    self._rows.processor.check_words(text)
+            except (Unreadable, BadMedia) as problem:
                 self._leave_out(file, str(problem))
             else:
                 yield self._counted(Example(text))

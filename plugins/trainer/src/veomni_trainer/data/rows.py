@@ -255,7 +255,10 @@ class _MethodRows(TableRows[dict[str, Any]]):
                 for answer in said.values() or ([],):
                     assert not isinstance(answer, str)
                     self._chats.check(prompt, answer, tools)
-        check_characters(json.dumps([read, tools], ensure_ascii=False), "the row")
+        words = json.dumps([read, tools], ensure_ascii=False)
+        check_characters(words, "the row")
+        if self.processor is not None:
+            self.processor.check_words(words)
         if images is not None:
             read[IMAGES] = [{"path": each.path, "data": each.data} for each in images]
         return {**row, **read} if self._draws else {**read, **({TOOLS: tools} if tools else {})}

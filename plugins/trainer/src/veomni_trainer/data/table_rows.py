@@ -38,6 +38,9 @@ class TableRows(ABC, Generic[Item]):
         tokenizer: that of the job.
         reading: counts what was read.
         no_media: why rows may have no images, video and audio; empty if they may.
+
+    Attributes:
+        processor: the model's, whose tokens of media no text may hold; ``None`` of a model of text.
     """
 
     needs = ""
@@ -45,7 +48,7 @@ class TableRows(ABC, Generic[Item]):
 
     def __init__(self, source: Source, tokenizer: Tokenizer, reading: Reading, no_media: str) -> None:
         self._source, self._reading, self._no_media = source, reading, no_media
-        self._written, self._processor = source.columns, tokenizer.processor
+        self._written, self.processor = source.columns, tokenizer.processor
         self._chats = Chats(tokenizer.chats, source.loss_on, reading.not_rendered) if tokenizer.chats else None
         self._columns: Columns | None = None
         self._media: MediaRows | None = None
@@ -111,8 +114,8 @@ class TableRows(ABC, Generic[Item]):
         A chat of text in a table that has columns of media is none of text alone, so that all are rendered alike.
         """
         here = any(row.get(name) for name in columns.media.values()) or self._is_media
-        if self._no_media or self._processor is None or not (here or has_places(turns, self._source.placeholders)):
+        if self._no_media or self.processor is None or not (here or has_places(turns, self._source.placeholders)):
             return None
-        self._media = self._media or MediaRows(self._source, self._processor, self._reading)
+        self._media = self._media or MediaRows(self._source, self.processor, self._reading)
         folder, urls = self._path.absolute().parent, self._source.media_urls
         return self._media, {k: media_in(row.get(name), k, folder, urls) for k, name in columns.media.items()}, folder

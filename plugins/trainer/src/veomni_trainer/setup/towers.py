@@ -80,6 +80,12 @@ def excluded_modules(model: nn.Module, lora: LoraSection) -> str | list[str] | N
     if not left:
         return theirs
     ways = [rf"({'|'.join(left)})(\..*)?"]
+    # Beside experts PEFT keeps the ends of names: "0" of a linear in a tower would name the decoder's first layer too.
+    lists = [(path, each) for path, each in model.named_modules() if isinstance(each, nn.ModuleList)]
+    linear = [path for path, each in lists if any(isinstance(part, nn.Linear) for part in each)]
+    if linear:
+        others = [re.escape(path) for path, _ in lists if path not in linear]
+        ways.append(rf"({'|'.join(others)})\.\d+")
     if theirs:
         ways += [theirs] if isinstance(theirs, str) else [rf"(.*\.)?({'|'.join(map(re.escape, theirs))})"]
     return "|".join(f"({way})" for way in ways)

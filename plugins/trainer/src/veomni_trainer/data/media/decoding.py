@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from veomni_core.errors import HostError
 from veomni_trainer.data.media.sources import Medium
 from veomni_trainer.data.reading import BadMedia
@@ -63,8 +65,6 @@ def _image(medium: Medium) -> Any:
     if frames > 1:
         raise BadMedia(f"image {medium.name} is animated, with {frames} frames; save one of them, or make it a video")
     if image.mode.startswith(("I", "F")):  # Pillow would cut off what is above 255
-        import numpy as np
-
         values = np.asarray(image, np.float64)
         image = PIL.Image.fromarray((values / (257.0 if image.mode != "F" else 1.0)).clip(0, 255).astype(np.uint8))
     return image.convert("RGB")
@@ -82,6 +82,8 @@ def _audio(medium: Medium, sampling_rate: int | None) -> Any:
         raise BadMedia(f"audio {medium.name} is broken: {first_line(error)}") from None
     if not samples.size:
         raise BadMedia(f"audio {medium.name} has no samples")
+    if not np.isfinite(samples).all():
+        raise BadMedia(f"audio {medium.name} has samples that are no numbers")
     return samples
 
 

@@ -131,6 +131,17 @@ class MediaProcessor:
         """What a rendered chat has in the place of a medium."""
         return getattr(self.loaded, f"{kind}_token", None)
 
+    def check_words(self, text: str) -> None:
+        """Raise BadMedia if the words of a row or file hold a token in whose place the model takes media."""
+        for kind, word in self._tokens_of_media.items():
+            if word in text:
+                raise BadMedia(f"holds {word!r} in its text, in whose place the model takes {kind}s; take it out")
+
+    @cached_property
+    def _tokens_of_media(self) -> dict[str, str]:
+        added = {token: word for word, token in self._tokenizer.get_added_vocab().items()}
+        return {kind: added[token] for kind, token in self.taken.items() if token in added}
+
     def inputs(self, texts: Sequence[str], media: Sequence[Sequence[tuple[str, Any]]], **options: Any) -> Any:
         """What the model takes of rendered chats with their decoded media.
 
@@ -157,7 +168,7 @@ class MediaProcessor:
                 given[argument] = rows
         try:
             return self.loaded(text=list(texts), add_special_tokens=False, **given, **options)
-        except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
+        except Exception as error:  # processors raise what odd media lead to
             raise BadMedia(f"refused by {type(self.loaded).__name__}: {_one_line(error)}") from error
 
     def tokens(
@@ -168,7 +179,7 @@ class MediaProcessor:
         Tokens that stand for media are never learned.
 
         Raises:
-            BadMedia: the processor refuses the media.
+            BadMedia: the processor refuses the media, or makes nothing of one.
             ConfigError: it writes no token that the model takes them for, or text that the chat doesn't have.
             HostError: this transformers doesn't say where expanded tokens are.
         """
@@ -185,6 +196,8 @@ class MediaProcessor:
                 "nothing of a chat can be masked; install transformers 5.23 or later"
             )
         places = [tuple(each["new_span"]) for each in moves[0]]
+        if any(start == end for start, end in places):
+            raise BadMedia(f"{type(self.loaded).__name__} makes no token of one of its media, which is too short")
         starts, ends = offsets[:, 0], offsets[:, 1]
         starts = np.where(starts == ends, starts - 1, starts)  # trimmed white space, as in data/tokens.py
 

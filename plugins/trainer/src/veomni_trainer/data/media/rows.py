@@ -109,6 +109,8 @@ class MediaRows:
     ) -> tuple[Any, Any, int]:
         """The ids of a rendered chat; which are learned; how many there are up to the last that stands for a medium."""
         self._check_places(text, media)
+        for part in (part for turn in turns for part in turn["content"]):
+            self._processor.check_words(part.get("text", ""))
         decoded = MediaChat(text, tuple(media), "", 0).decoded(self._processor)
         ids, is_learned, stands_for = self._processor.tokens(text, decoded, learned)
         self._count(media, int(stands_for.sum()), decoded, turns)

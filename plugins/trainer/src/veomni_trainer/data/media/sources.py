@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os.path
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 from urllib.request import urlopen
 
 from veomni_core.commands import shown
@@ -59,7 +61,7 @@ def media_in(value: Any, kind: str, folder: Path, fetches: bool) -> list[Medium]
     if value is None or value == "":
         return []
     if isinstance(value, str) and value.lstrip().startswith("["):  # as in a CSV file
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             value = json.loads(value)
     return [medium_of(each, kind, folder, fetches) for each in (value if isinstance(value, list) else [value])]
 
@@ -70,28 +72,32 @@ def medium_of(value: Any, kind: str, folder: Path, fetches: bool) -> Medium:
     Raises:
         BadMedia: it names none.
     """
+    given = value
     if isinstance(value, Mapping):
         data, path = value.get("bytes"), value.get("path") or value.get("url")
         if isinstance(data, str):
             return _decoded(data, kind)
-        value = bytes(data) if data is not None else path
-    if isinstance(value, bytes | bytearray):
+        value = data if data is not None else path
+    if isinstance(value, bytes | bytearray | memoryview):
         if not value:
             raise BadMedia(f"the {kind} has no bytes")
         return Medium(kind, data=bytes(value))
     if not isinstance(value, str) or not value.strip():
         raise BadMedia(
-            f"the {kind} must be a path, bytes, {{path, bytes}}, a data URI or an address; got {shown(value)}"
+            f"the {kind} must be a path, bytes, {{path, bytes}}, a data URI or an address; got {shown(given)}"
         )
-    if value.startswith("data:"):
+    if value[:5].lower() == "data:":
         return _decoded(value.partition(",")[2], kind)
-    if value.startswith(_URLS):
+    if value.lower().startswith(_URLS):
         return _fetched(value, kind, fetches)
-    path = folder / value.removeprefix("file://")
-    if not path.is_file():
+    name = value.removeprefix("file://")
+    path = folder / name
+    if name != value and not os.path.isfile(path):
+        path = folder / unquote(name)
+    if not os.path.isfile(path):  # of names that are too long, Path.is_file raises
         if len(value) > 255 and (decoded := _as_base64(value)):  # OpenAI's audio is base64 alone
             return Medium(kind, data=decoded)
-        what = "is a folder" if path.is_dir() else "is not there"
+        what = "is a folder" if os.path.isdir(path) else "is not there"
         name = shown(value) if len(value) > 255 else repr(value)
         raise BadMedia(f"{kind} {name} {what}; paths go from {folder}")
     if not path.stat().st_size:
