@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -136,8 +135,10 @@ def _locators(rules: Iterable[SiteRule]) -> dict[SiteRule, SiteLocator]:
     """The locators that can be made."""
     locators = {}
     for rule in rules:
-        with suppress(Exception, SystemExit):
+        try:
             locators[rule] = locator_of(rule)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            raise_interrupt(error)
     return locators
 
 
