@@ -105,9 +105,10 @@ def test_a_verified_build_lets_auto_take_it(install):
     assert [str(each.spec) for each in taken.kernels] == ["rms_norm/standard:acme"]
 
 
-@pytest.mark.parametrize("factory", ["gone.module:kernel", "json:gone", "acme_exits:kernel"])
+@pytest.mark.parametrize("factory", ["gone.module:kernel", "json:gone", "acme_exits:kernel", "acme_interrupts:kernel"])
 def test_a_kernel_that_can_not_be_loaded_is_passed_by(factory, tmp_path, monkeypatch):
     (tmp_path / "acme_exits.py").write_text("raise SystemExit")
+    (tmp_path / "acme_interrupts.py").write_text("raise KeyboardInterrupt")
     monkeypatch.syspath_prepend(tmp_path)
     best = replace(kernel("acme", preference=99), factory=factory)
     found = discover({})
@@ -156,3 +157,43 @@ def test_a_plugin_that_interrupts_is_named_without_the_command_too(install, caps
     install("acme-interrupts", "print('hello')\nraise KeyboardInterrupt\n")
     assert discover({}).plugin("acme-interrupts").problem == "KeyboardInterrupt"
     assert capsys.readouterr() == ("", "hello\n")
+
+
+INTERRUPTING = """
+from veomni_core import KernelSpec, SiteRule, hookimpl
+
+VEOMNI_PLUGIN_API_VERSION = 1
+
+def kernel(x, weight, eps):
+    return x
+
+def raises(*site):
+    raise {error}
+
+@hookimpl
+def veomni_sites():
+    return [SiteRule("acme sites", "{module}:raises")]
+
+@hookimpl
+def veomni_kernels():
+    return [KernelSpec("acme", "rms_norm", "standard", factory="{module}:kernel", can_run="{module}:raises")]
+"""
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit", "ValueError"])
+def test_what_a_rule_or_can_run_raises_is_a_reason(install, error):
+    install("acme-raises", INTERRUPTING.replace("{error}", error))
+    found = discover({})
+    binding = bind(build("llama"), {"preset": "auto", "rms_norm_implementation": ["acme", "torch"]}, registry=found)
+    assert "'acme sites' (acme_raises_" in binding.plan.failed_rules[0] and error in binding.plan.failed_rules[0]
+    norms = next(op for op in binding.plan.ops if op.op_name == "rms_norm")
+    assert norms.chosen == ("torch",) and f"raises failed: {error}" in norms.sites[0].reason
+
+
+def test_an_interrupt_of_the_user_ends_a_search(monkeypatch):
+    """``signal.raise_signal`` is what Ctrl-C does: no ``raise`` statement gives it."""
+    import signal
+
+    monkeypatch.setattr("veomni_core.sites.find._sites_of", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        make_plan(build("llama"), {"preset": "auto"})

@@ -12,7 +12,8 @@ from veomni_core import discover
 from veomni_core.errors import ConfigError
 
 AT_IMPORT = {
-    "prints": "print('hello')",
+    "prints": "import os; print('hello'); os.write(1, b'as a library in C does')",
+    "starts": "import subprocess; subprocess.Popen(['sleep', '25'])",
     "aborts": "import os; os.abort()",
     "exits": "import os; os._exit(3)",
     "hangs": "import time; time.sleep(600)",

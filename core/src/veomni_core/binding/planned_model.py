@@ -58,7 +58,7 @@ def _differences(plan: Plan, found: tuple[Site, ...], registry: Registry) -> Ite
             yield _difference(site, there)
     for site in (site for sites in here.values() for site in sites):
         if site.variant is not None and site.op_name in planned:
-            yield f"{_named(site)}: {_described(site)} here, and the plan has no such site"
+            yield f"{_named(site)}: {site.op_name}/{site.variant} here, and the plan has no such site"
 
 
 def _place(site: Site) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def _proven(site: Site, other: Site) -> dict[tuple[str, str], Any]:
 
 
 def _difference(planned: Site, there: list[Site]) -> str:
-    where, wanted = _named(planned), _described(planned)
+    where, wanted = _named(planned), f"{planned.op_name}/{planned.variant}"
     if not there:
         return f"{where}: planned as {wanted}, and this model has no such site"
     if there[0].variant is None:
@@ -88,10 +88,6 @@ def _difference(planned: Site, there: list[Site]) -> str:
 
 def _named(site: Site) -> str:
     return f"{site.op_name} at {site.path or 'the model'}"
-
-
-def _described(site: Site) -> str:
-    return f"{site.op_name}/{site.variant}"
 
 
 def _listed(values: dict[tuple[str, str], Any], keys: list[tuple[str, str]]) -> str:

@@ -18,6 +18,9 @@ def main() -> None:
 
     if find_spec("veomni_tools"):
         os.environ.setdefault(TRIAL_TIMEOUT, "60")
+    if "--json" in sys.argv and sys.stderr:  # what plugins and their libraries print, in C too, is no part of it
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding)
+        os.dup2(2, 1)
     try:
         build_app()(prog_name="veomni")
     except VeOmniError as error:

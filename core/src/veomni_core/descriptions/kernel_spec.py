@@ -10,7 +10,7 @@ from typing import Any
 from veomni_core.descriptions.field_types import check_fields
 from veomni_core.descriptions.hardware import Hardware, HardwareRequirement
 from veomni_core.descriptions.kernel_option import KernelOption, Value
-from veomni_core.descriptions.references import load_attribute, reference_to
+from veomni_core.descriptions.references import load_attribute, raise_interrupt, reference_to
 from veomni_core.descriptions.suspicion import Suspicion
 from veomni_core.errors import ConfigError, KernelLoadError, SpecError, did_you_mean
 from veomni_core.random_states import random_states_kept
@@ -194,7 +194,8 @@ class KernelSpec:
         try:
             with random_states_kept(only_while_alone=True):
                 function = made(load_attribute(reference))
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            raise_interrupt(error)
             raise KernelLoadError(f"{self}: {reference} failed: {type(error).__name__}: {error}") from error
         if not callable(function):
             raise KernelLoadError(f"{self}: {reference} gave a {type(function).__name__}, which cannot be called")

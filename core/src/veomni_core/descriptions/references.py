@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from contextlib import redirect_stdout, suppress
+from opcode import opname
 from typing import Any
 
 
@@ -48,3 +49,13 @@ def load_from(reference: str) -> Any:
         distribution = package.replace("_", "-")
         raise ImportError(f"{distribution} is not installed: pip install {distribution}", name=package)
     return found
+
+
+def raise_interrupt(error: BaseException) -> None:
+    """Raise ``error``, with which a plugin's code ended, again if the user pressed Ctrl-C: no ``raise`` gave it."""
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    raised = trace is not None and opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]].startswith("RAISE")
+    if isinstance(error, KeyboardInterrupt) and not raised:
+        raise error

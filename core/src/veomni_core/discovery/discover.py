@@ -15,11 +15,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from opcode import opname
 from typing import Any
 
 from veomni_core.descriptions.hookspecs import DEFINITIONS_GROUP, ENTRY_POINT_GROUP
-from veomni_core.descriptions.references import load_from
+from veomni_core.descriptions.references import load_from, raise_interrupt
 from veomni_core.discovery.conflicts import CORE, claimed_twice, settle
 from veomni_core.discovery.hooks import described_by
 from veomni_core.discovery.installed_plugins import InstalledPlugin, installed_plugins
@@ -197,21 +196,12 @@ def _load(plugin: InstalledPlugin) -> PluginRecord:
         with redirect_stdout(sys.stderr):  # standard output is for what the process prints itself
             described = described_by(importlib.import_module(plugin.module))
     except BaseException as error:  # a plugin may raise anything while it is imported
-        if isinstance(error, KeyboardInterrupt) and not _is_raised_by_code(error):
-            raise
+        raise_interrupt(error)
         reason = str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}".removesuffix(": ")
         return _failed(plugin, reason, traceback=traceback.format_exc(), seconds=time.perf_counter() - start)
     if plugin.defines and described["kernels"]:
         return _failed(plugin, f"it has kernels, and is in the entry-point group {DEFINITIONS_GROUP}, {_NO_KERNELS}")
     return _record(plugin, seconds=time.perf_counter() - start, **described)
-
-
-def _is_raised_by_code(error: BaseException) -> bool:
-    """Whether a ``raise`` gave ``error``. Where the user presses Ctrl-C, the interpreter does, between instructions."""
-    trace = error.__traceback__
-    while trace and trace.tb_next:
-        trace = trace.tb_next
-    return trace is not None and opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]].startswith("RAISE")
 
 
 def _raise_first(records: Iterable[PluginRecord]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
-from veomni_core.descriptions.references import load_attribute
+from veomni_core.descriptions.references import load_attribute, raise_interrupt
 from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, ModelRule, ModelViewSpec, SiteRule
 from veomni_core.errors import HostError, KernelUnavailableError, UnknownNameError, did_you_mean
 
@@ -299,7 +299,8 @@ def detect(device: DeviceSpec) -> tuple[Hardware | None, str]:
     """Call ``device.detect``. Returns the hardware, or ``None``; and what went wrong, which is empty if nothing did."""
     try:
         found = load_attribute(device.detect)()
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise_interrupt(error)
         return None, f"{device.detect} failed: {error!r}"
     if found is None or isinstance(found, Hardware):
         return found, ""
@@ -313,7 +314,8 @@ def load_rule(registry: Registry, rule: ModelRule | ModelViewSpec, reference: st
     """
     try:
         return load_attribute(reference)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise_interrupt(error)
         plugin = registry.plugin_of_rule(rule)
         if plugin is None or plugin.defines:
             raise

@@ -94,7 +94,7 @@ def product_operands(
         TypeError: acme multiplies tensors of one dtype, but hidden is bfloat16, weight is float32: cast them,
         or train under autocast
     """
-    sharded = [name for name, tensor in operands.items() if _is_dtensor(tensor)]
+    sharded = [name for name, tensor in operands.items() if DTensor is not None and isinstance(tensor, DTensor)]
     if sharded:
         raise TypeError(
             f"{kernel} takes plain tensors, but {' and '.join(sharded)} came as DTensors: kernels don't run on "
@@ -115,10 +115,6 @@ def product_operands(
 
 def _name(dtype: torch.dtype) -> str:
     return f"{dtype}".removeprefix("torch.")
-
-
-def _is_dtensor(tensor: Tensor | None) -> bool:
-    return DTensor is not None and isinstance(tensor, DTensor)
 
 
 def autocast_off(device_type: str) -> AbstractContextManager[Any]:

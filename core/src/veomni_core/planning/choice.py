@@ -112,17 +112,14 @@ def shown(value: Any) -> str:
 
 def _entries(op: OpSpec, where: str, value: Any, registry: Registry) -> tuple[Requested, ...]:
     entries = value if isinstance(value, list) else [value]
-    if not entries or not all(isinstance(entry, str) or _sets_options(entry) for entry in entries):
+    names = [entry.get(KERNEL) if isinstance(entry, Mapping) else entry for entry in entries]
+    if not names or not all(isinstance(name, str) for name in names):
         raise ConfigError(
             f"{where}: expected a kernel's name, {{kernel: name, options: {{...}}}}, a list of these, or a mapping "
             f"from module paths to these; {shown(value)}{_NOTHING if value is None else ''}"
         )
     known = [EAGER, AUTO, *registry.known_values(op.name)]
     return tuple(_requested(op, where, entry, known, registry) for entry in entries)
-
-
-def _sets_options(entry: Any) -> bool:
-    return isinstance(entry, Mapping) and KERNEL in entry and isinstance(entry[KERNEL], str)
 
 
 def _requested(op: OpSpec, where: str, entry: Any, known: list[str], registry: Registry) -> Requested:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, EAGER, KernelSpec
-from veomni_core.descriptions.references import load_attribute
+from veomni_core.descriptions.references import load_attribute, raise_interrupt
 from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.errors import ConfigError, KernelLoadError
 from veomni_core.planning.choice import AUTO, Requested
@@ -355,7 +355,8 @@ def _refused_by_plugin(spec: KernelSpec, site: Site) -> str:
     """The reason that the kernel's ``can_run`` gives at ``site``. If ``can_run`` fails, only this kernel is refused."""
     try:
         reason = load_attribute(spec.can_run)(site)
-    except Exception as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise_interrupt(error)
         return f"can't be asked: {spec.can_run} failed: {type(error).__name__}: {error}"
     if isinstance(reason, str):
         return reason

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from veomni_core.changes.bound_subclass import bindings_in
-from veomni_core.descriptions.references import load_attribute
+from veomni_core.descriptions.references import load_attribute, raise_interrupt
 from veomni_core.descriptions.spec import SiteRule
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
@@ -114,7 +113,8 @@ def search(model: nn.Module, registry: Registry | None = None, distributed_confi
             found, unknown = _sites_of(rule, locator, view, registry)
             failed += unknown
             sites += found
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            raise_interrupt(error)
             plugin = registry.plugin_of_rule(rule)
             failure = f"site rule {rule.name!r} ({rule.locator}) failed on {type(model).__name__}: "
             failure += str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}"
@@ -135,8 +135,10 @@ def _locators(rules: Iterable[SiteRule]) -> dict[SiteRule, SiteLocator]:
     """The locators that can be made."""
     locators = {}
     for rule in rules:
-        with suppress(Exception, SystemExit):
+        try:
             locators[rule] = locator_of(rule)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            raise_interrupt(error)
     return locators
 
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from signal import Signals
+from tempfile import TemporaryFile
 
 from veomni_core.discovery.discover import TRIAL_TIMEOUT as TIMEOUT
 from veomni_core.discovery.installed_plugins import InstalledPlugin
@@ -44,7 +45,8 @@ def tried(plugins: Sequence[InstalledPlugin], seconds: str) -> dict[str, str]:
     found: dict[str, str] = json.loads(os.environ.get(_FOUND, "{}"))
     modules = [plugin.module for plugin in plugins if plugin.module not in found]
     if modules:
-        with ThreadPoolExecutor(len(modules)) as pool:
+        # Not all at once: where each imports torch, they would outlast the time for want of processors.
+        with ThreadPoolExecutor(min(len(modules), os.cpu_count() or 1)) as pool:
             found |= zip(modules, pool.map(lambda module: _try(module, timeout), modules), strict=True)
         os.environ[_FOUND] = json.dumps(found)
     return {plugin.module: found[plugin.module] for plugin in plugins}
@@ -53,17 +55,19 @@ def tried(plugins: Sequence[InstalledPlugin], seconds: str) -> dict[str, str]:
 def _try(module: str, timeout: float) -> str:
     command = [sys.executable, "-m", __name__, module]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    try:
-        done = subprocess.run(
-            command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
-        )
-    except subprocess.TimeoutExpired:
-        return f"it did not load within {timeout:g} s ({TIMEOUT})"
-    if done.stdout.endswith(_RETURNED):
-        return ""
-    how = Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
-    said = done.stderr.strip().splitlines()[:1]
-    return f"it ended the process that loaded it: {': '.join([how, *said])}"
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:  # a pipe stays open while what a plugin starts runs
+        try:
+            done = subprocess.run(
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, timeout=timeout
+            )
+        except subprocess.TimeoutExpired:
+            return f"it did not load within {timeout:g} s ({TIMEOUT})"
+        for each in (out, errors):
+            each.seek(0)
+        if out.read().endswith(_RETURNED):
+            return ""
+        how = Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
+        return f"it ended the process that loaded it: {': '.join([how, *errors.read().strip().splitlines()[:1]])}"
 
 
 def _load_here(module: str) -> None:
