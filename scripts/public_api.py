@@ -26,6 +26,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     ),
     "veomni-transformers": (
         "veomni_transformers.authoring",
+        "veomni_transformers.rollout_replay",
         "veomni_transformers.router_replay",
         "veomni_transformers.sequence",
     ),
@@ -39,6 +40,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "veomni_bridges.trl",
         "veomni_bridges.use_kernels",
         "veomni_bridges.veomni_registry",
+        "veomni_bridges.verl",
     ),
     "veomni-flash-attn": ("veomni_flash_attn.sequence_parallel",),
 }

@@ -1,13 +1,12 @@
 """Trains by verl's own TrainingWorker and PPO loss, on two ranks of a CPU, its model sharded by FSDP2.
 
-``verl_training.py NAME [bound]``: the model in ``NAME``'s folder ``model``. Losses, gradient norms, log-probabilities and
-the parameters at the end go to ``NAME.json`` and ``NAME.pt``. verl has no platform of a CPU, so one that is a stand-in for a
-GPU's is put into its registry; nothing else of verl is replaced.
+``verl_training.py NAME MODEL [bound] [packed] [bf16] [liger]``: losses, gradient norms, log-probabilities and
+the parameters at the end go to ``NAME.json`` and ``NAME.pt``. verl knows no CPU, so ``verl_platform`` stands in for its
+platform of a GPU; nothing else of verl is replaced.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -19,43 +18,9 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
+from veomni_core.errors import VeOmniError
+
 STEPS, RANKS, PROMPT, RESPONSE = 6, 2, 5, 7
-
-
-def stand_in() -> None:
-    from verl.plugin.platform import PlatformBase, PlatformRegistry
-
-    class Module:
-        """What verl asks of torch.cuda."""
-
-        is_available = staticmethod(lambda: False)
-        max_memory_allocated = max_memory_reserved = memory_allocated = staticmethod(lambda *_: 0)
-        empty_cache = synchronize = staticmethod(lambda *_: None)
-
-    def nothing(self: Any, *_: Any) -> None:
-        return None
-
-    answers = {
-        "device_name": "cpu",
-        "vendor_name": "stand-in",
-        "device_module": Module,
-        "is_available": True,
-        "current_device": "cpu",
-        "device_count": 1,
-        "communication_backend_name": "gloo",
-        "visible_devices_envvar": "CUDA_VISIBLE_DEVICES",
-        "ray_resource_name": "CPU",
-        "ray_noset_envvars": [],
-        "is_ipc_supported": False,
-        "get_device_capability": (None, None),
-        "nvtx_range": contextlib.nullcontext(),
-    }
-    made: dict[str, Any] = {}
-    for name in PlatformBase.__abstractmethods__:
-        own = vars(PlatformBase)[name]
-        answer = (lambda value: lambda self, *_: value)(answers[name]) if name in answers else nothing
-        made[name] = property(answer) if isinstance(own, property) else answer
-    PlatformRegistry.register(platform="cpu")(type("PlatformCpu", (PlatformBase,), made))
 
 
 def batches(rank: int) -> Any:
@@ -90,11 +55,12 @@ def batches(rank: int) -> Any:
         yield data
 
 
-def train(rank: int, name: str, bound: bool, packed: bool, port: int) -> None:
+def train(rank: int, name: str, model: str, asked: tuple[str, ...], port: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    os.environ |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_VENDOR": "veomni" if bound else "verl"}
+    os.environ["VERL_ENGINE_VENDOR"] = "veomni" if "bound" in asked else "verl"
+    sys.modules["trl"] = None  # type: ignore[assignment]  # verl wants an older one than is here, or none
     torch.set_num_threads(1)
-    stand_in()
+    torch.distributed.init_process_group("gloo")
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import (
         FSDPActorConfig,
@@ -112,19 +78,21 @@ def train(rank: int, name: str, bound: bool, packed: bool, port: int) -> None:
     EngineRegistry.register("language_model", "fsdp2", "cpu", vendor="verl")(FSDPEngineWithLMHead)
     settings = {"ppo_micro_batch_size_per_gpu": 2, "rollout_n": 1, "strategy": "fsdp2"}
     actor = FSDPActorConfig(**settings, entropy_coeff=0.01)
+    dtype = "bf16" if "bf16" in asked else "fp32"
     worker = TrainingWorker(
         TrainingWorkerConfig(
             model_type="language_model",
             model_config=HFModelConfig(
-                path="model",
-                external_lib="veomni_engine" if bound else None,
+                path=model,
+                external_lib="veomni_engine" if "bound" in asked else None,
                 override_config={"attn_implementation": "sdpa"},
-                use_remove_padding=packed,
+                use_remove_padding="packed" in asked,
+                use_liger="liger" in asked,
                 enable_gradient_checkpointing=True,
             ),
             engine_config=FSDPEngineConfig(
                 strategy="fsdp2",
-                mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+                mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
                 use_torch_compile=False,
                 use_dynamic_bsz=False,
                 micro_batch_size_per_gpu=2,
@@ -134,7 +102,12 @@ def train(rank: int, name: str, bound: bool, packed: bool, port: int) -> None:
             checkpoint_config=CheckpointConfig(),
         )
     )
-    worker.reset()
+    try:
+        worker.reset()
+    except VeOmniError as error:
+        said = {"error": type(error).__name__, "message": str(error)}
+        Path(f"{name}.error.json").write_text(json.dumps(said), encoding="utf-8")
+        return
     worker.set_loss_fn(partial(ppo_loss, actor))
     rows = []
     for data in batches(rank):
@@ -143,15 +116,17 @@ def train(rank: int, name: str, bound: bool, packed: bool, port: int) -> None:
     scored = worker.infer_batch(next(batches(rank)))
     state = {key: value.full_tensor() for key, value in worker.engine.module.state_dict().items()}
     if rank == 0:
-        Path(f"{name}.json").write_text(json.dumps({"measured": rows, "engine": type(worker.engine).__name__}))
+        said = {"measured": rows, "engine": type(worker.engine).__name__}
+        Path(f"{name}.json").write_text(json.dumps(said), encoding="utf-8")
         torch.save({"state": state, "logprobs": [row[:-1] for row in scored["log_probs"].unbind()]}, f"{name}.pt")
 
 
-def main(name: str, *asked: str) -> None:
+def main(name: str, model: str, *asked: str) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    multiprocessing.spawn(train, (name, "bound" in asked, "packed" in asked, port), RANKS)
+    arguments = (name, model, asked, port)
+    multiprocessing.start_processes(train, arguments, RANKS, start_method="fork")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,14 +21,14 @@ from veomni_bridges.losses import with_eager_losses, with_log_probabilities  # n
 from veomni_bridges.receipts import receipt_text  # noqa: E402
 from veomni_core import OpsConfig, bind  # noqa: E402
 from veomni_core.errors import BindingError  # noqa: E402
-from veomni_transformers import token_logprobs  # noqa: E402
+from veomni_transformers.token_logprobs import token_logprobs  # noqa: E402
 
 
 def engine(config: Mapping[str, Any] | None = None, **fields: Any) -> type[FSDPEngineWithLMHead]:
     """An engine for verl's registry: its ``FSDPEngineWithLMHead``, whose model is bound before FSDP2 shards it.
 
-    Log-probabilities and entropies, of actors and references, are those of :func:`veomni_transformers.token_logprobs`:
-    verl's loss gets them as from its fused kernels. Where a batch asks for what needs logits (``distillation_use_topk``,
+    Log-probabilities and entropies are those of :func:`veomni_transformers.token_logprobs`, which verl's loss gets as
+    from its own fused kernels. Where a batch asks for what needs logits (``distillation_use_topk`` or
     ``calculate_sum_pi_squared``), verl computes it from those. The first rank prints the receipt.
 
     Args:
@@ -44,9 +44,12 @@ def engine(config: Mapping[str, Any] | None = None, **fields: Any) -> type[FSDPE
     OpsConfig.from_dict(checked)
 
     class KernelEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
-        def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        def _build_module(self) -> nn.Module:
             if problems := [*_problems(self)]:
                 raise BindingError("kernels can't be bound for this engine: " + "; ".join(problems))
+            return super()._build_module()
+
+        def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
             mixed = self.engine_config.mixed_precision or {}
             dtype = str(PrecisionType.to_dtype(mixed.get("param_dtype", "bf16"))).removeprefix("torch.")
             self.binding = bind(
@@ -89,7 +92,7 @@ class _Scored:
         return SimpleNamespace(log_probs=scored.logprobs, entropy=scored.entropy)
 
 
-def _problems(engine: Any) -> Any:
+def _problems(engine: Any) -> Iterator[str]:
     if engine.engine_config.strategy != "fsdp2":
         yield f"its strategy is {engine.engine_config.strategy}; set fsdp2"
     if engine.ulysses_sequence_parallel_size > 1:
