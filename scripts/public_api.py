@@ -35,6 +35,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "veomni_bridges.axolotl",
         "veomni_bridges.llama_factory",
         "veomni_bridges.ms_swift",
+        "veomni_bridges.nemo_automodel",
         "veomni_bridges.torchtitan",
         "veomni_bridges.transformers",
         "veomni_bridges.trl",

@@ -1,7 +1,7 @@
 """The engine for verl in verl's own worker: the losses and the parameters of the worker without it.
 
-The worker, its engine, FSDP2 on two ranks and the loss are verl's own. What stands in is ``verl_platform``, for a GPU, and
-the rollouts, which are drawn at random.
+The worker, its engine, FSDP2 on two ranks and the loss are verl's own. What stands in is ``verl_platform``, for a GPU,
+and the rollouts, which are drawn at random.
 """
 
 from __future__ import annotations
@@ -50,9 +50,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     experts.save_pretrained(folder / "experts")
     write_files_of_page(__file__, folder)
     training = str(Path(__file__).with_name("verl_training.py"))
-    modules = ("engine_workers", "engine.fsdp.transformer_impl", "utils.losses")
+    modules = ("workers.engine_workers", "workers.engine.fsdp.transformer_impl", "workers.utils.losses")
     asked = {
-        "modules": ["verl.plugin.platform", "verl_platform", *(f"verl.workers.{each}" for each in modules)],
+        "modules": [
+            "verl.plugin.platform",
+            "verl_platform",
+            *(f"verl.{each}" for each in modules),
+            "verl.utils.torch_dtypes",
+        ],
         "bridge": "veomni_bridges.verl",
         "registries": [("verl.workers.engine", "EngineRegistry._engines")],
         "runs": {name: (training, [name, *words]) for name, words in RUNS.items()},
