@@ -44,6 +44,8 @@ def engine(config: Mapping[str, Any] | None = None, **fields: Any) -> type[FSDPE
     OpsConfig.from_dict(checked)
 
     class KernelEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
+        module: Any
+
         def _build_module(self) -> nn.Module:
             if problems := [*_problems(self)]:
                 raise BindingError("kernels can't be bound for this engine: " + "; ".join(problems))
