@@ -244,13 +244,9 @@ class DrawnTrainer(MethodTrainer):
 class GrpoTrainer(DrawnTrainer, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
     """Group relative policy optimization, which may send tokens to the experts that they were drawn with."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        replays = self._train.grpo is not None and self._train.grpo.replay_routers
-        self._replay = RolloutReplay(self.model) if replays else nullcontext()  # type: ignore[arg-type]
-
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        with self._replay:
+        replays = self._train.grpo is not None and self._train.grpo.replay_routers
+        with RolloutReplay(self.model) if replays else nullcontext():  # type: ignore[arg-type]
             return super().train(*args, **kwargs)
 
 
