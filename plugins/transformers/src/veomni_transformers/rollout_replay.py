@@ -41,7 +41,8 @@ class RolloutReplay:
     Example:
         >>> from transformers import MixtralConfig, MixtralForCausalLM
         >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        >>> model = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, vocab_size=64))
+        >>> config = MixtralConfig(**shape, num_key_value_heads=4, num_local_experts=4, vocab_size=64)
+        >>> model = MixtralForCausalLM(config)
         >>> with RolloutReplay(model) as replay:
         ...     drawn = model.generate(torch.tensor([[5, 9], [7, 3]]), max_new_tokens=3, do_sample=True, pad_token_id=0)
         ...     logits = model(drawn.flip(0)).logits
