@@ -26,6 +26,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     ),
     "veomni-transformers": (
         "veomni_transformers.authoring",
+        "veomni_transformers.rollout_replay",
         "veomni_transformers.router_replay",
         "veomni_transformers.sequence",
     ),
@@ -34,11 +35,13 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "veomni_bridges.axolotl",
         "veomni_bridges.llama_factory",
         "veomni_bridges.ms_swift",
+        "veomni_bridges.nemo_automodel",
         "veomni_bridges.torchtitan",
         "veomni_bridges.transformers",
         "veomni_bridges.trl",
         "veomni_bridges.use_kernels",
         "veomni_bridges.veomni_registry",
+        "veomni_bridges.verl",
     ),
     "veomni-flash-attn": ("veomni_flash_attn.sequence_parallel",),
 }

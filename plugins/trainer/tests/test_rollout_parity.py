@@ -12,6 +12,7 @@ from post_training import needs_examples
 from veomni_core.errors import ConfigError, ConformanceError, JobFileError
 from veomni_trainer.job.load import load_job
 from veomni_trainer.loop import trl_trainers
+from veomni_transformers import rollout_replay
 from veomni_transformers.router_replay import RouterReplayError
 
 pytestmark = needs_examples
@@ -86,13 +87,13 @@ def test_parity_of_a_method_that_draws_nothing_is_refused(here):
 @pytest.mark.thorough
 @pytest.mark.parametrize("checkpointed", ["false", "true"])
 def test_training_takes_the_experts_of_the_rollout(here, go, monkeypatch, checkpointed):
-    taken, own = [], trl_trainers.router_replay
+    taken, own = [], rollout_replay.WatchedRouters.replay
 
     def watched(model, choices):
         taken.append(choices)
         return own(model, choices)
 
-    monkeypatch.setattr(trl_trainers, "router_replay", watched)
+    monkeypatch.setattr(rollout_replay.WatchedRouters, "replay", watched)
     changes = (MOE, *FEW, "train.parity_limit=1e-4", f"train.gradient_checkpointing={checkpointed}")
     go("grpo", *changes, "train.grpo.replay_routers=true", "train.gradient_accumulation=2")
     replayed = rows_of(here / "run")
@@ -105,14 +106,14 @@ def test_training_takes_the_experts_of_the_rollout(here, go, monkeypatch, checkp
 
 @pytest.mark.thorough
 def test_choices_of_a_rollout_that_went_elsewhere_are_what_training_runs_on(here, go, monkeypatch):
-    own = trl_trainers.RecordedChoices.choices.fget
+    own = rollout_replay.RecordedChoices.choices.fget
 
     def shifted(self):
         choices = own(self)
         choices.indices.add_(1).remainder_(8)
         return choices
 
-    monkeypatch.setattr(trl_trainers.RecordedChoices, "choices", property(shifted))
+    monkeypatch.setattr(rollout_replay.RecordedChoices, "choices", property(shifted))
     with pytest.raises(ConformanceError, match="train.parity_limit is 0.01"):
         go("grpo", MOE, *FEW, "train.parity_limit=0.01", "train.grpo.replay_routers=true")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -14,6 +15,7 @@ from veomni_bridges.losses import LOGPROBS, with_eager_losses, with_log_probabil
 from veomni_bridges.trl_heads import FusedHeads, fused_forward
 from veomni_core import Binding, OpsConfig
 from veomni_core.errors import BindingError, ConfigError
+from veomni_transformers.rollout_replay import RolloutReplay
 
 
 class VeOmniCallback(transformers.VeOmniCallback):
@@ -26,6 +28,8 @@ class VeOmniCallback(transformers.VeOmniCallback):
 
     Args:
         config, verify, undo, **fields: as there; the config is a mapping.
+        replay_routers: whether what the model draws is trained on the experts that it was drawn with: see
+            :class:`veomni_transformers.rollout_replay.RolloutReplay`. A reference model chooses by itself.
 
     Raises:
         ConfigError: a kernel is named for a loss that TRL computes itself; or as there.
@@ -33,10 +37,17 @@ class VeOmniCallback(transformers.VeOmniCallback):
             or as there.
         ConformanceError: when training begins, that kernel does not compute what TRL's own function computes.
         HostError: when the trainer is made, if TRL is older than 1.9.
+        RouterReplayError: when the trainer is made, if routers are replayed and one is not proven.
     """
 
     def __init__(
-        self, config: Mapping[str, Any] | None = None, *, verify: bool = False, undo: bool = False, **fields: Any
+        self,
+        config: Mapping[str, Any] | None = None,
+        *,
+        verify: bool = False,
+        undo: bool = False,
+        replay_routers: bool = False,
+        **fields: Any,
     ) -> None:
         if isinstance(config, OpsConfig):
             raise ConfigError("give TRL's callback its config as a mapping, since it adds that the losses stay eager")
@@ -46,9 +57,12 @@ class VeOmniCallback(transformers.VeOmniCallback):
         self._config = with_log_probabilities(config) if _has_fused_heads() else config
         self._names_logprobs = written.get(LOGPROBS, "eager") not in ("eager", "auto")
         self._heads: FusedHeads | None = None
+        self._replays, self._replay = replay_routers, ExitStack()
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         require("trl", "1.9", extra="trl")
+        if self._replays:
+            RolloutReplay(kwargs["model"]).close()  # refused here, before anything is drawn
         super().on_init_end(args, state, control, **kwargs)
 
     def on_train_begin(
@@ -63,10 +77,13 @@ class VeOmniCallback(transformers.VeOmniCallback):
                     f"(add_fused_lm_head of trl 1.16), but from the model's outputs: leave {LOGPROBS} out"
                 )
         super().on_train_begin(args, state, control, **kwargs)
+        if self._replays:
+            self._replay.enter_context(RolloutReplay(kwargs["model"]))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._replay.close()
         if self._heads is not None and self._heads.active:
             self._heads.undo()
         super().on_train_end(args, state, control, **kwargs)
@@ -78,6 +95,11 @@ class VeOmniCallback(transformers.VeOmniCallback):
     def _problems_of_library(self, args: TrainingArguments) -> Iterator[str]:
         if not transformers.is_of_trl(args):
             yield "this trainer is none of TRL's; pass the VeOmniCallback of veomni_bridges.transformers"
+        others = ("use_vllm", "use_transformers_continuous_batching", "torch_compile")
+        if self._replays and not hasattr(args, "num_generations"):
+            yield "this trainer draws nothing, so there are no experts to replay; leave replay_routers out"
+        elif self._replays and (named := [each for each in others if getattr(args, each, False)]):
+            yield f"experts are known of what the model itself draws; leave out replay_routers or {named[0]}"
 
 
 def _has_fused_heads() -> bool:

@@ -67,14 +67,6 @@ class RouterChoices:
             )
         return replace(self, indices=self.indices[mask.to(self.indices.device).bool()][None])
 
-    def within(self, mask: Tensor) -> RouterChoices:
-        """These for ``mask[B, T]`` of the same positions, without padding, and the next ones that are not recorded."""
-        indices = self.indices.new_full((*mask.shape, *self.indices.shape[2:]), OWN)
-        positions = min(mask.shape[1], self.indices.shape[1])
-        kept = mask[:, :positions].to(indices.device).bool()
-        indices[:, :positions][kept] = self.indices[:, :positions][kept]
-        return replace(self, indices=indices)
-
     def padded(self, mask: Tensor) -> RouterChoices:
         """These tokens, in their order, at the positions that ``mask[B, T]`` keeps; others choose by themselves."""
         places = mask.to(self.indices.device).bool()
@@ -146,9 +138,8 @@ def record_router(model: nn.Module) -> Iterator[RecordedChoices]:
     """
     routers = proven_routers(model)
     recorded = RecordedChoices([router.chooser.experts for router in routers])
-    with _Watched(model, routers, "router recording") as watched:
-        watched.takes = lambda layer, shape, device: None
-        watched.gives = lambda layer, shape, indices: recorded.add(layer, indices.reshape(*shape, -1))
+    with WatchedRouters(model, routers, "router recording") as watched:
+        watched.record(recorded)
         yield recorded
 
 
@@ -169,29 +160,13 @@ def router_replay(model: nn.Module, choices: RouterChoices) -> Iterator[None]:
             per token, or beyond them; a forward is of another shape; or backward, which runs checkpointed layers
             again, comes after it.
     """
-    routers = proven_routers(model)
-    _refuse_misfits(routers, choices)
-    checkpointed = _refuse_reentrant(model)
-    kept: dict[tuple[int, torch.device], Tensor] = {}
-
-    def takes(layer: int, shape: torch.Size, device: torch.device) -> Tensor:
-        if shape != choices.indices.shape[:2]:
-            raise RouterReplayError(
-                f"choices are of {list(choices.indices.shape[:2])} tokens, and this forward is of {list(shape)}: "
-                "choices.packed(mask) and .padded(mask) lay them out as another batch"
-            )
-        if (layer, device) not in kept:
-            kept[layer, device] = choices.indices[:, :, layer].to(device, torch.int64).flatten(0, 1)
-        return kept[layer, device]
-
-    with _Watched(model, routers, "router replay") as watched:
-        watched.takes, watched.gives = takes, lambda layer, shape, indices: None
-        watched.needs_backward_inside = checkpointed
+    with WatchedRouters(model, proven_routers(model), "router replay") as watched:
+        watched.replay(choices)
         yield
 
 
 @dataclass(frozen=True)
-class _Router:
+class Router:
     block: str
     chooser: Chooser
 
@@ -203,7 +178,7 @@ class _Router:
 _PROOFS: WeakKeyDictionary[nn.Module, ProvenOnce[tuple[Chooser | None, str]]] = WeakKeyDictionary()
 
 
-def proven_routers(model: nn.Module) -> tuple[_Router, ...]:
+def proven_routers(model: nn.Module) -> tuple[Router, ...]:
     """The routers of ``model``, in its layers' order.
 
     Raises:
@@ -216,29 +191,57 @@ def proven_routers(model: nn.Module) -> tuple[_Router, ...]:
         chooser, why_not = proofs.of(probe.behaviour(block), lambda block=block: prove_router(block, readings))  # type: ignore[misc]
         if chooser is None:
             raise RouterReplayError(f"{path} ({type(block).__name__}): its choices can't be replayed, since {why_not}")
-        found.append(_Router(path, chooser))
+        found.append(Router(path, chooser))
     if not found:
         raise RouterReplayError(f"{type(model).__name__} has no layer in which a router chooses among experts")
     return tuple(found)
 
 
-class _Watched(Transformation):
+class WatchedRouters(Transformation):
     """Routers that choose within :class:`Forced`: given what ``takes`` says, and telling ``gives`` what they chose."""
 
     name = "router replay"
-    takes: Callable[[int, torch.Size, torch.device], Tensor | None]
-    gives: Callable[[int, torch.Size, Tensor], None]
-    needs_backward_inside = False
 
-    def __init__(self, model: nn.Module, routers: Sequence[_Router], name: str) -> None:
+    def __init__(self, model: nn.Module, routers: Sequence[Router], name: str) -> None:
         super().__init__(model)
-        self._what, self._shapes = name, [torch.Size()] * len(routers)
+        self._what, self._routers, self._shapes = name, routers, [torch.Size()] * len(routers)
+        self.leave()
         self.apply(self._made(model, routers))
+
+    def leave(self) -> None:
+        """From now on routers choose by themselves."""
+        self._takes: Callable[[int, torch.Size, torch.device], Tensor | None] = lambda layer, shape, device: None
+        self._gives: Callable[[int, torch.Size, Tensor], None] = lambda layer, shape, indices: None
+        self._needs_backward_inside = False
+
+    def record(self, recorded: RecordedChoices) -> None:
+        """From now on routers choose by themselves, and it is noted in ``recorded``."""
+        self.leave()
+        self._gives = lambda layer, shape, indices: recorded.add(layer, indices.reshape(*shape, -1))
+
+    def replay(self, choices: RouterChoices) -> None:
+        """From now on forwards are of the batch of ``choices``."""
+        _refuse_misfits(self._routers, choices)
+        self.leave()
+        self._needs_backward_inside = _refuse_reentrant(self.model)
+        kept: dict[tuple[int, torch.device], Tensor] = {}
+
+        def takes(layer: int, shape: torch.Size, device: torch.device) -> Tensor:
+            if shape != choices.indices.shape[:2]:
+                raise RouterReplayError(
+                    f"choices are of {list(choices.indices.shape[:2])} tokens, and this forward is of {list(shape)}: "
+                    "choices.packed(mask) and .padded(mask) lay them out as another batch"
+                )
+            if (layer, device) not in kept:
+                kept[layer, device] = choices.indices[:, :, layer].to(device, torch.int64).flatten(0, 1)
+            return kept[layer, device]
+
+        self._takes = takes
 
     def describe(self) -> str:
         return f"{self._what} of {len(self._shapes)} layers"
 
-    def _made(self, model: nn.Module, routers: Sequence[_Router]) -> Iterator[tuple[str, str, Change]]:
+    def _made(self, model: nn.Module, routers: Sequence[Router]) -> Iterator[tuple[str, str, Change]]:
         for layer, router in enumerate(routers):
             block, inner = (model.get_submodule(path) for path in (router.block, router.path))
             yield router.block, self.name, ForwardChange(block, self._around_block(current_forward(block), layer))
@@ -253,14 +256,14 @@ class _Watched(Transformation):
 
         return forward
 
-    def _around(self, original: Callable[..., Any], layer: int, router: _Router) -> Callable[..., Any]:
+    def _around(self, original: Callable[..., Any], layer: int, router: Router) -> Callable[..., Any]:
         chooser = router.chooser
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph would keep what it was traced with
         @wraps(original)
         def forward(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             shape = self._shapes[layer]
-            mode = Forced(self.takes(layer, shape, hidden_states.device), chooser.number, chooser.calls)
+            mode = Forced(self._takes(layer, shape, hidden_states.device), chooser.number, chooser.calls)
             with mode:
                 result = original(module, hidden_states, *args, **kwargs)
             [indices] = [each for each in indices_in(result) if each.dim() == 2]
@@ -269,16 +272,18 @@ class _Watched(Transformation):
                     f"{router.path} chose by no call of topk for {shape.numel() - mode.taken} of {shape.numel()} tokens"
                 )
             if torch._C._current_graph_task_id() == -1:  # not a forward that backward repeats
-                self.gives(layer, shape, indices)
-            if self.needs_backward_inside:
+                self._gives(layer, shape, indices)
+            if self._needs_backward_inside:
                 self._hold(result)
             return result
 
         return forward
 
     def _hold(self, result: Any) -> None:
+        takes = self._takes
+
         def refuse(gradient: Tensor) -> None:
-            if not self.active:
+            if not self.active or self._takes is not takes:
                 raise RouterReplayError(
                     "backward came after router_replay had ended, and runs checkpointed layers again, whose routers "
                     "would choose by themselves: call backward within it"
@@ -289,7 +294,7 @@ class _Watched(Transformation):
                 each.register_hook(refuse)
 
 
-def _refuse_misfits(routers: Sequence[_Router], choices: RouterChoices) -> None:
+def _refuse_misfits(routers: Sequence[Router], choices: RouterChoices) -> None:
     indices, experts = choices.indices, tuple(router.chooser.experts for router in routers)
     why_not = ""
     if indices.dim() != 4 or indices.is_floating_point():

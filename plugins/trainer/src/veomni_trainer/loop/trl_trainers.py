@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
@@ -20,13 +20,7 @@ from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.sharded_trainer import ShardedTrainer
 from veomni_trainer.loop.trainer import JobTrainer
 from veomni_trainer.output.metrics import Row
-from veomni_transformers.router_replay import (
-    RecordedChoices,
-    RouterChoices,
-    proven_routers,
-    record_router,
-    router_replay,
-)
+from veomni_transformers.rollout_replay import RolloutReplay
 
 require_trl(__name__)
 
@@ -35,7 +29,6 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model  # noq
 
 from veomni_trainer.loop.rollout_parity import SCORES, RolloutParity, at_positions_of_generation  # noqa: E402
 
-_CHOICES = "router_choices"  # by which a batch has the experts that its tokens were drawn with
 # What TRL counts beside its curves; a row has its own figures of these.
 _OWN = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time", "total_flos")
 
@@ -245,36 +238,10 @@ class DrawnTrainer(MethodTrainer):
 class GrpoTrainer(DrawnTrainer, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
     """Group relative policy optimization, which may send tokens to the experts that they were drawn with."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._replays = self._train.grpo is not None and self._train.grpo.replay_routers
-        if self._replays:  # refused here, before anything is drawn
-            proven_routers(self.model)  # type: ignore[arg-type]
-        self._recorded: RecordedChoices | None = None
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        trained: Any = self.model
-        with record_router(trained) if self._replays else nullcontext() as self._recorded:
-            return super()._generate_single_turn(*args, **kwargs)
-
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        batch = super()._generate_and_score_completions(inputs)
-        if self._recorded is not None:
-            mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-            batch[_CHOICES] = self._recorded.choices.within(mask).indices
-            self._recorded = None
-        return batch
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with ExitStack() as self._until_backward:  # gradient checkpointing runs routers again in backward
-            return super().training_step(*args, **kwargs)
-
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if self._replays:
-            experts = tuple(router.chooser.experts for router in proven_routers(model))
-            choices = RouterChoices(inputs[_CHOICES], experts)
-            self._until_backward.enter_context(router_replay(model, choices))
-        return super().compute_loss(model, inputs, *args, **kwargs)
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        replays = self._train.grpo is not None and self._train.grpo.replay_routers
+        with RolloutReplay(self.model) if replays else nullcontext():  # type: ignore[arg-type]
+            return super().train(*args, **kwargs)
 
 
 class RlooTrainer(DrawnTrainer, trl.RLOOTrainer):  # type: ignore[misc,name-defined]
