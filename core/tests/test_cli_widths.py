@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from models import build
-from veomni_conformance.cli.verify import show_results
 from veomni_conformance.cli.verify_processes import Check, Checks
+from veomni_conformance.cli.verify_tables import show_results
 from veomni_core import bind, discover
 from veomni_core.cli.app import build_app
 from veomni_tools.cli.doctor import examine, show_examination

@@ -24,7 +24,7 @@ from veomni_trainer.loop.early_stop import has_stopped
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.manifest import MANIFEST, damage
 from veomni_trainer.output.shards import LAYOUT, Layout, check_layout
-from veomni_transformers.build import check_weights
+from veomni_transformers.weights import check_weights
 
 ONE_LAYER = {**LLAMA, "num_hidden_layers": 1, "vocab_size": 16}
 NAME = "model.norm.weight"

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from veomni_core.binding.bind import apply_plan, apply_proven_plan
 from veomni_core.binding.placement import device_type_of
 from veomni_core.binding.ranks import AGREEMENT_TIMEOUT, Ranks
-from veomni_core.errors import CheckpointError, ConfigError, HostError, MissingOpsImplementationError, did_you_mean
+from veomni_core.errors import ConfigError, HostError, MissingOpsImplementationError, did_you_mean
 from veomni_core.planning.config import OpsConfig
 from veomni_core.planning.plan import Plan
 from veomni_core.planning.planner import make_plan
@@ -32,9 +30,10 @@ from veomni_transformers.plugin_models import (
     is_converted_by_plugin,
     refuse_converted,
 )
-from veomni_transformers.sharded_build import draw_whole, random_sharded_model, refuse_device, refuse_world
+from veomni_transformers.sharded_build import random_sharded_model, refuse_device, refuse_world
 from veomni_transformers.stored_layouts import refuse_divided, square_and_transposed, transpose
 from veomni_transformers.veomni_jobs import warn_of_removed_variables
+from veomni_transformers.weights import check_weights, load_resized, load_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -194,7 +193,7 @@ def build_foundation_model(
         options = {"distributed_config": sharding, "quantization_config": quantization_config}
         if converts:
             options["state_dict"] = converted_by_plugin(skeleton, Path(weights_path))
-        load = _load_resized if resize_embeddings else _load_weights
+        load = load_resized if resize_embeddings else load_weights
         model = load(model_class, config, Path(weights_path), dtype, made_on, trust_remote_code, options, new_head)
         transpose(model, turned)
     elif sharding is not None:
@@ -234,7 +233,7 @@ def load_as_trained(
         turned = square_and_transposed(path, skeleton)
         tensors = converted_by_plugin(skeleton, path) if is_converted_by_plugin(skeleton, path) else None
     device, given = torch.device("cpu"), {"state_dict": None if tensors is None else {**tensors}}
-    load = _load_weights if config is None else _load_resized
+    load = load_weights if config is None else load_resized
     model: PreTrainedModel = load(model_class, read, path, "auto", device, trust_remote_code, given, config is not None)
     transpose(model, turned)
     return model
@@ -285,38 +284,6 @@ def _skeleton(model_class: Any, config: Any, dtype: torch.dtype, trust: bool) ->
         return _random_model(model_class, config, dtype, torch.device("meta"), trust)
 
 
-def check_weights(path: Path) -> None:
-    """Raise CheckpointError unless ``path`` is a folder with whole safetensors files. Reads their headers alone."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
-    if not files:
-        raise CheckpointError(f"{path}: expected a folder with *.safetensors files")
-    for index in path.glob("*.safetensors.index.json"):
-        files += _files_in(index)
-    damaged = {file.name: problem for file in dict.fromkeys(files) if (problem := _damage(file))}
-    if damaged:
-        listed = "; ".join(f"{name} {problem}" for name, problem in damaged.items())
-        raise CheckpointError(f"{path}: {listed}. Copy or download the files again")
-
-
-def _files_in(index: Path) -> list[Path]:
-    """The files that an index of weights names."""
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [index.parent / name for name in dict.fromkeys(names)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is no index of weights: {type(error).__name__}: {error}") from error
-
-
-def _damage(file: Path) -> str:
-    try:
-        with safe_open(file, "pt"):
-            return ""
-    except FileNotFoundError:
-        return "is missing"
-    except (OSError, ValueError, SafetensorError) as error:  # ValueError: a name that no path can have
-        return f"is damaged or truncated ({error})"
-
-
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -340,75 +307,3 @@ def _random_model(model_class: Any, config: Any, dtype: torch.dtype, device: tor
     build = model_class.from_config if model_class is AutoModelForCausalLM else model_class._from_config
     with device:
         return build(config, dtype=dtype, **options)
-
-
-def _load_resized(model_class: Any, config: Any, path: Path, *others: Any) -> Any:
-    """The weights in ``path`` with the number of embeddings that they have, resized to that of ``config``."""
-    stored = copy.deepcopy(config)
-    before = load_model_config(str(path), trust_remote_code=others[2]) if (path / "config.json").is_file() else config
-    words = before.get_text_config().vocab_size
-    stored.get_text_config().vocab_size = words
-    model = _load_weights(model_class, stored, path, *others)
-    if words != config.get_text_config().vocab_size:
-        model.resize_token_embeddings(config.get_text_config().vocab_size)
-    return model
-
-
-def _holds_a_whole_around(path: Path, config: Any) -> bool:
-    """Whether the folder's weights are those of a whole model, and ``config`` is that of a part of it."""
-    if not (path / "config.json").is_file():
-        return False
-    stored = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type")
-    parts = CONFIG_MAPPING[stored].sub_configs.values() if stored in CONFIG_MAPPING else ()
-    return stored != config.model_type and type(config) in parts
-
-
-def _load_weights(
-    model_class: Any,
-    config: Any,
-    path: Path,
-    dtype: torch.dtype | str,
-    device: torch.device,
-    trust: bool,
-    given: Mapping[str, Any],
-    new_head: bool = False,
-) -> Any:
-    options = {name: value for name, value in given.items() if value is not None}
-    # transformers' engine puts each part on its rank's accelerator
-    if "distributed_config" not in options and device.type != "cpu":
-        options["device_map"] = {"": device}
-    if not any((path / name).exists() for name in ("config.json", "generation_config.json")):
-        # A folder with weights only: transformers 5.23 looks there for generation settings and fails without them.
-        options["generation_config"] = GenerationConfig.from_model_config(config)
-    state = torch.get_rng_state()
-    try:
-        model, info = model_class.from_pretrained(
-            None if "state_dict" in options else path,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that `info` names them; they are refused below
-            trust_remote_code=trust,
-            use_safetensors=True,  # where they are named otherwise, transformers would read a pickle beside them
-            **options,
-        )
-    except (RuntimeError, ValueError, OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} does not fit this model: {error}") from error
-    misfits = {
-        what: sorted(map(str, info.get(what) or ())) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
-    }
-    if _holds_a_whole_around(path, config):
-        del misfits["unexpected_keys"]  # of the other parts; none of this one is missing
-    if new_head:
-        if "distributed_config" in options:
-            draw_whole(model, misfits["missing_keys"], state)
-        body = f"{model.base_model_prefix}."
-        misfits = {what: [key for key in keys if key.startswith(body)] for what, keys in misfits.items()}
-    if any(misfits.values()):
-        named = "; ".join(
-            f"{what.replace('_', ' ')}: {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}"
-            for what, keys in misfits.items()
-            if keys
-        )
-        raise CheckpointError(f"{path} does not fit this model: {named}")
-    return model

@@ -38,6 +38,7 @@ from veomni_conformance.cli.verify_processes import (
     import_once,
     joined,
 )
+from veomni_conformance.cli.verify_tables import show_functions, show_results, show_slowest
 from veomni_conformance.kernel_cases import CheckRequest, KernelCase, cases_in
 from veomni_conformance.ledger import Certificate, Ledger, record, write_certificates
 from veomni_conformance.requested_device import device_here
@@ -49,9 +50,7 @@ from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.errors import ConfigError, HostError, PluginError, UnknownNameError, did_you_mean, suggest
 from veomni_core.planning.evidence import HERE
-from veomni_core.tables import render_table
 
-_SLOWEST = 10
 _CERTIFIED = "certified here"
 
 
@@ -353,40 +352,6 @@ def keep_results(
                 failed[checked] = (row.detail or ("",))[0]
     record(passed, failed)
     return passed
-
-
-def show_results(rows: Iterable[Row], title: str) -> None:
-    """Print a line per kernel and dtype."""
-    table = [(row.kernel, row.dtype, row.result, "; ".join(row.detail)) for row in rows]
-    print(render_table(("kernel", "dtype", "result", "detail"), table, title))
-
-
-def show_slowest(rows: Iterable[Row]) -> None:
-    """Print how the slowest checks spent their time, if any ran."""
-    ran = sorted((row for row in rows if row.spent), key=lambda row: -row.seconds)
-    if ran:
-        parts = list(ran[0].spent)
-        table = [
-            (row.kernel, row.dtype, f"{row.seconds:.1f}", *(f"{row.spent[part]:.1f}" for part in parts))
-            for row in ran[:_SLOWEST]
-        ]
-        total = sum(row.seconds for row in ran)
-        title = f"The slowest of {len(ran)}, in seconds; {total:,.0f} together"
-        print(render_table(("kernel", "dtype", "seconds", *parts), table, title))
-
-
-def show_functions(rows: Iterable[Row]) -> None:
-    """Print a line for each Triton function that was compiled ahead, if there are some."""
-    most: dict[tuple[str, ...], tuple[int, ...]] = {}
-    for row in rows:
-        for each in row.functions:
-            key = (row.kernel, row.dtype, each["name"], each["constants"], f"{each['warps']}")
-            used = (each["registers"], each["shared_bytes"], each["spilled_bytes"])
-            most[key] = tuple(map(max, used, most.get(key, used)))
-    if most:
-        heads = ("kernel", "dtype", "function", "constants", "warps", "registers", "shared bytes", "spilled bytes")
-        table = [(*key, *(f"{number:,}" for number in used)) for key, used in most.items()]
-        print(render_table(heads, table, "Triton's functions; the most over the alignments of their arguments"))
 
 
 def _why_nothing_ran(rows: list[Row], kernel: str | None, op: str | None, dtype: str | None, known: list[str]) -> str:

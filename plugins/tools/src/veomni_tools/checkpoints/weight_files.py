@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from veomni_core.errors import CheckpointError
-from veomni_transformers.build import check_weights
+from veomni_transformers.weights import check_weights
 
 MARK = "veomni.experts"  # the key of a file's metadata that holds the layout of the experts in it
 _BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}

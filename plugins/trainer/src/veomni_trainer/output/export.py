@@ -24,8 +24,9 @@ from veomni_trainer.output.adapters import adapted_model, copy_adapter, is_adapt
 from veomni_trainer.output.endings import all_ends, asked, learned_ends
 from veomni_trainer.output.shards import is_sharded, reason
 from veomni_trainer.output.trained_sample import Sample, logits_of, read_sample
-from veomni_transformers.build import build_skeleton, check_weights, load_as_trained
+from veomni_transformers.build import build_skeleton, load_as_trained
 from veomni_transformers.plugin_models import tokenizer_in
+from veomni_transformers.weights import check_weights
 from veomni_transformers.whole_files import publish_folder
 
 _LAYER = re.compile(r"(.*?\.layers\.\d+)?")

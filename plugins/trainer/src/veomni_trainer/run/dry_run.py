@@ -30,8 +30,9 @@ from veomni_trainer.setup.precision import weights_dtype
 from veomni_trainer.setup.scoring_models import with_labels
 from veomni_trainer.setup.tokenizer import job_tokenizer
 from veomni_trainer.setup.trl_arguments import check_method
-from veomni_transformers.build import build_skeleton, check_weights
+from veomni_transformers.build import build_skeleton
 from veomni_transformers.jobs.hub_snapshots import is_offline
+from veomni_transformers.weights import check_weights
 
 _PARTS = {
     "weights": "weights",

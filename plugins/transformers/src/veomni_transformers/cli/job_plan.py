@@ -42,8 +42,9 @@ class CheckedJob:
 
     def skeleton(self) -> Any:
         """The job's model on the meta device. Weights in a folder are looked for first."""
-        from veomni_transformers.build import build_skeleton, check_weights
+        from veomni_transformers.build import build_skeleton
         from veomni_transformers.jobs.model_config import load_model_config
+        from veomni_transformers.weights import check_weights
 
         assumed = bool(self._assumed()) and isinstance(self.section.config, dict)
         section = self.section if assumed else self.section.located()
