@@ -60,7 +60,7 @@ def token_ids(model: Any, length: int) -> Tensor:
 
 def first_step(model: PreTrainedModel, ids: Tensor) -> dict[str, float]:
     """The loss of all batches, and the norm of its gradient."""
-    loss = step(model, ids)
+    loss = step(model, {"input_ids": ids, "labels": ids})
     return {"loss": total(loss) / torch.distributed.get_world_size(), "norm": engine_models.gradient_norm(model)}
 
 
@@ -71,7 +71,7 @@ def measure(config: Any, contender: Contender, length: int, repeats: int) -> dic
     runs = contender.prepare(model)
     ids = token_ids(model, length)
     first = first_step(model, ids)
-    call = partial(step, model, ids)
+    call = partial(step, model, {"input_ids": ids, "labels": ids})
     slowest_milliseconds({"": call}, repeats=1, warm_ups=2)
     reset_peak()
     times = slowest_milliseconds({"": call}, repeats, warm_ups=0)[""]

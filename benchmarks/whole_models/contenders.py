@@ -10,12 +10,15 @@ import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     LlamaConfig,
     PreTrainedModel,
+    Qwen2VLConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen3VLConfig,
 )
 
 MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
@@ -66,6 +69,41 @@ MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "olmoe": lambda: AutoConfig.for_model("olmoe", num_hidden_layers=6),
     "minimax-m2": lambda: AutoConfig.for_model("minimax_m2", num_hidden_layers=3),
     "exaone4": lambda: AutoConfig.for_model("exaone4", num_hidden_layers=12),
+    # The released models of 2B, whole, which take images.
+    "qwen3-vl-2b": lambda: Qwen3VLConfig(
+        text_config={
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        },
+        vision_config={
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_heads": 16,
+            "out_hidden_size": 2048,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+        tie_word_embeddings=True,
+    ),
+    "qwen2-vl-2b": lambda: Qwen2VLConfig(
+        text_config={
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        },
+        vision_config={"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "num_heads": 16},
+        tie_word_embeddings=True,
+    ),
 }
 THEIRS = "transformers"
 AS_A_GRAPH = ", as a CUDA graph"  # at the end of a contender's name
@@ -124,6 +162,8 @@ def contenders_of(model: str, skipped: Iterable[str]) -> list[str]:
 def build(name: str) -> PreTrainedModel:
     """The model with weights of one seed, attention by ``sdpa``."""
     torch.manual_seed(0)
+    config = MODELS[name]()
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = kind.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     return model.train()

@@ -35,7 +35,8 @@ from benchmarks.shared.gpu_kernels import launches
 from benchmarks.shared.measuring import captured, event_milliseconds, timing, training_step, warm_up
 from benchmarks.shared.results import machine, table, write_results
 from benchmarks.whole_models.contenders import AS_A_GRAPH, build
-from benchmarks.whole_models.train_step import step_of, token_ids
+from benchmarks.whole_models.image_inputs import inputs_of
+from benchmarks.whole_models.train_step import step_of
 from veomni_core import bind
 from veomni_ops.rms_norm import CONTRACTS
 
@@ -136,9 +137,9 @@ def measure(name: str) -> dict[str, Any]:
         bind(model, {"preset": "auto"})
         change(model)
         torch.manual_seed(1)
-        ids = token_ids(model, BATCH)
+        inputs = inputs_of(model, BATCH)
         run = step_of(model, AS_A_GRAPH)
-        runs[contender] = lambda run=run, ids=ids: run(ids)
+        runs[contender] = lambda run=run, inputs=inputs: run(inputs)
         warm_up(runs[contender], times=5)  # the fourth step is captured
     times: dict[str, list[float]] = {contender: [] for contender in runs}
     for _ in range(TURNS):

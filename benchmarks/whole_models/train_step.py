@@ -4,13 +4,15 @@
     python benchmarks/whole_models/train_step.py qwen3-moe --name train_step_qwen3_moe_h200
     python benchmarks/whole_models/train_step.py qwen3-next --name train_step_qwen3_next_h200 --batches 2x4096 1x16384 \
         --only transformers "preset: auto"
+    python benchmarks/whole_models/train_step.py qwen3-vl-2b --name train_step_qwen3_vl_h200 --batches 2x4096 \
+        --without-losses
 
 A Llama of the 1B shape, a Qwen3-0.6B, or models of real widths with some of their layers (``contenders.py``); random
-bf16 weights, and by default 16384 tokens as 4 sequences of 4096 and as one of 16384. Each
-contender runs in a process of its own, since Liger's patch and ``torch.compile`` change the whole process. One more
-step is profiled: how long the GPU spends in matrix products, attention and all else. Then the same process trains 50
-steps on Python's own sources, from weights drawn with one seed, and the losses are compared. Writes
-``benchmarks/results/<name>.json`` and, with ``--picture``, the losses as ``docs/benchmarks/<name>.svg``.
+bf16 weights, and by default 16384 tokens as 4 sequences of 4096 and as one of 16384; for models that take images, with
+one in each sequence. Each contender runs in a process of its own, since Liger's patch and ``torch.compile`` change the
+whole process. One more step is profiled: how long the GPU spends in matrix products, attention and all else. Then the
+same process trains 50 steps on Python's own sources, from weights drawn with one seed, and the losses are compared.
+Writes ``benchmarks/results/<name>.json`` and, with ``--picture``, the losses as ``docs/benchmarks/<name>.svg``.
 """
 
 from __future__ import annotations
@@ -38,19 +40,21 @@ from benchmarks.shared.gpu_kernels import kernel_times
 from benchmarks.shared.measuring import event_milliseconds, warm_up
 from benchmarks.shared.results import PICTURES, machine
 from benchmarks.whole_models.contenders import AS_A_GRAPH, CONTENDERS, MODELS, build, contenders_of
+from benchmarks.whole_models.image_inputs import inputs_of
 from benchmarks.whole_models.kernel_kinds import by_kind
 from benchmarks.whole_models.page import plot, write
 from veomni_trainer.loop.step_graphs import graphs_on
 
-Step = Callable[[Tensor], Tensor]
+Inputs = dict[str, Tensor]
+Step = Callable[[Inputs], Tensor]
 BATCHES = ("4x4096", "1x16384")
 LOSS_SEQUENCE, LOSS_BATCH, LOSS_STEPS = 1024, 4, 50
 
 
-def step(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def step(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     """One forward and backward; gives the loss."""
     model.zero_grad(set_to_none=True)
-    loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss: Tensor = model(**inputs, use_cache=False).loss
     loss.backward()
     return loss.detach()
 
@@ -61,20 +65,15 @@ def step_of(model: PreTrainedModel, contender: str) -> Step:
         return partial(step, model)
     graphs = graphs_on(model.device, model, accumulates=False, repeats_forwards=False)
 
-    def replayed(ids: Tensor) -> Tensor:
-        return graphs(lambda inputs: {"loss": step(model, inputs["input_ids"])}, {"input_ids": ids})["loss"]
+    def replayed(inputs: Inputs) -> Tensor:
+        return graphs(lambda given: {"loss": step(model, given)}, inputs)["loss"]
 
     return replayed
 
 
-def token_ids(model: PreTrainedModel, batch: str) -> Tensor:
-    """Random ones; a batch is the number of sequences and their length, as ``4x4096``."""
-    return torch.randint(0, model.config.vocab_size, tuple(map(int, batch.split("x"))), device="cuda")
-
-
-def timed(run: Step, ids: Tensor, repeats: int = 8) -> dict[str, Any]:
+def timed(run: Step, inputs: Inputs, repeats: int = 8) -> dict[str, Any]:
     """The median of ``repeats`` steps after four, with the peak of the allocator's memory, weights included."""
-    call = partial(run, ids)
+    call = partial(run, inputs)
     warm_up(call)
     torch.cuda.reset_peak_memory_stats()
     call()  # the fourth, in which a graph is captured: nothing that it uses is allocated later
@@ -83,7 +82,7 @@ def timed(run: Step, ids: Tensor, repeats: int = 8) -> dict[str, Any]:
         "ms": statistics.median(times),
         "low ms": min(times),
         "high ms": max(times),
-        "tokens/s": 1e3 * ids.numel() / statistics.median(times),
+        "tokens/s": 1e3 * inputs["input_ids"].numel() / statistics.median(times),
         "peak GB": torch.cuda.max_memory_allocated() / 1e9,
     }
 
@@ -102,7 +101,7 @@ def losses(model: PreTrainedModel, run: Step) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     found = []
     for ids in texts():
-        found.append(run(ids))
+        found.append(run({"input_ids": ids, "labels": ids}))
         optimizer.step()
     return [float(loss) for loss in found]
 
@@ -113,9 +112,9 @@ def measure(model_name: str, contender: str, batches: list[str], trains: bool) -
     model = build(model_name)
     CONTENDERS[contender](model)
     run = step_of(model, contender)
-    times = {batch: timed(run, token_ids(model, batch)) for batch in batches}
-    ids = token_ids(model, batches[0])
-    kernels = by_kind(kernel_times(lambda: run(ids)))
+    times = {batch: timed(run, inputs_of(model, batch)) for batch in batches}
+    inputs = inputs_of(model, batches[0])
+    kernels = by_kind(kernel_times(lambda: run(inputs)))
     if not trains:
         return {"batches": times, "kernels ms": kernels}
     model.zero_grad(set_to_none=True)

@@ -1,0 +1,40 @@
+"""Batches for models of text, and of text and images: in the latter each sequence has one picture of noise."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+SIDE = 1024  # pixels of a picture's height and width, or the next lower number that whole patches fill
+_BEFORE = 16  # words before the picture
+
+
+def inputs_of(model: PreTrainedModel, batch: str) -> dict[str, Tensor]:
+    """Random words, and where the model takes them pictures; ``batch`` is sequences and their length, as ``4x4096``."""
+    rows, length = map(int, batch.split("x"))
+    config: Any = model.config
+    # An id that stands for a picture, or opens one, is among the vocabulary's last.
+    words = min(config.get_text_config().vocab_size, getattr(config, "vision_start_token_id", 1 << 30))
+    ids = torch.randint(0, words, (rows, length), device=model.device)
+    if not hasattr(config, "vision_config"):
+        return {"input_ids": ids, "labels": ids}
+    vision = config.vision_config
+    merged = vision.patch_size * vision.spatial_merge_size
+    side = SIDE // merged  # of a picture, in the features that the decoder takes
+    patches = side * vision.spatial_merge_size
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    ids[:, _BEFORE] = config.vision_start_token_id
+    ids[:, _BEFORE + 1 : _BEFORE + 1 + side**2] = config.image_token_id
+    inputs = {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == config.image_token_id, -100),
+        "pixel_values": torch.randn(rows * patches**2, width, device=model.device, dtype=model.dtype),
+        "image_grid_thw": torch.tensor([[1, patches, patches]] * rows, device=model.device),
+    }
+    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:  # since transformers 5.3
+        inputs["mm_token_type_ids"] = (ids == config.image_token_id).int()
+    return inputs
