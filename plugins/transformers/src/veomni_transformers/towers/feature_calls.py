@@ -71,9 +71,11 @@ def feature_calls(model: nn.Module) -> Iterator[tuple[str, tuple[FeatureCall, ..
 
 def _calls_of(module: PreTrainedModel) -> tuple[FeatureCall, ...]:
     forward = current_forward(module)
-    names = [str(each.argval) for code in code_layers(forward) for each in dis.get_instructions(code)]
-    if _EMBEDDINGS not in names:
+    layers = [*code_layers(forward)]
+    named = {name for layer in layers for name in layer.__code__.co_names}
+    if _EMBEDDINGS not in named or not any(map(_METHOD.match, named)):  # known without the order, an eighth of a bind
         return ()
+    names = [str(each.argval) for layer in layers for each in dis.get_instructions(layer)]
     parameters = inspect.signature(forward).parameters
     calls = []
     for name in dict.fromkeys(names):
