@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 
 import pytest
@@ -192,8 +193,10 @@ def test_what_a_rule_or_can_run_raises_is_a_reason(install, error):
 
 def test_an_interrupt_of_the_user_ends_a_search(monkeypatch):
     """``signal.raise_signal`` is what Ctrl-C does: no ``raise`` statement gives it."""
-    import signal
-
     monkeypatch.setattr("veomni_core.sites.find._sites_of", lambda *_: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        make_plan(build("llama"), {"preset": "auto"})
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest-xdist ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            make_plan(build("llama"), {"preset": "auto"})
+    finally:
+        signal.signal(signal.SIGINT, before)
