@@ -64,6 +64,15 @@ def test_numbers_before_a_row_that_reads_a_mask_change_no_bits():
     assert changed.nonzero().flatten().tolist() == [20]
 
 
+def test_sinks_of_any_stride_are_read():
+    call, sinks = heads(1, 20), torch.randn(8, device=DEVICE, requires_grad=True)
+    found, _ = attention(AttentionModule(2), *call, None, s_aux=sinks[::2])
+    wanted, _ = attention(AttentionModule(2), *call, None, s_aux=sinks[::2].detach().clone())
+    assert torch.equal(found, wanted)
+    found.sum().backward()
+    assert (sinks.grad != 0).tolist() == [True, False] * 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_row_whose_added_mask_hides_all_keys_is_the_reference_s(dtype):
     """In float16 the lowest number leaves differences of scores; in others every key has the same weight."""
@@ -155,7 +164,10 @@ def test_what_is_not_computed_is_refused():
     for arguments, options, message in (
         ((*call, torch.ones(1, 9, dtype=torch.bool)), {}, "a mask of other than 4 dimensions; choose eager or sdpa"),
         ((*call, None), {"dropout": 0.1}, "triton does not compute dropout"),
-        ((*call, torch.zeros(1, 1, 9, 9, dtype=torch.float64)), {}, "a mask of float64"),
+        *(
+            ((*call, torch.zeros(1, 1, 9, 9, dtype=each)), {}, "integers or float64")
+            for each in (torch.float64, torch.int32)
+        ),
         ((*call, torch.zeros(1, 1, 9, 9, requires_grad=True)), {}, "the gradient of a mask"),
         ((*wide, None), {}, "heads above 256"),
     ):

@@ -37,6 +37,7 @@ _LIBRARY.define(
     "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dsinks)"
 )
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MASKS = (torch.bool, *_DTYPES)
 _WIDEST = 256
 # Not timed yet. All calls of a width have the same, since other tiles may add in another order.
 FORWARD, DQUERY, DKEYS = Launch(128, 64, 8, 3), Launch(64, 64, 4, 2), Launch(32, 64, 4, 2)
@@ -72,8 +73,8 @@ def attention(
         s_aux: a score per head ``[H]``, whose weight is dropped.
 
     Raises:
-        ConfigError: dropout, heads above 256, a mask of other than 4 dimensions, of float64 or with a gradient, or
-            sinks per query are given.
+        ConfigError: dropout, heads above 256, a mask of other than 4 dimensions, of integers or float64, or with a
+            gradient, or sinks per query are given.
         TypeError: query, key and value differ in dtype without autocast, or are of none of float32, bfloat16 and
             float16.
     """
@@ -83,7 +84,7 @@ def attention(
         "dropout": dropout > 0,
         f"heads above {_WIDEST}": max(query.shape[-1], value.shape[-1]) > _WIDEST,
         "a mask of other than 4 dimensions": mask is not None and mask.dim() != 4,
-        "a mask of float64": mask is not None and mask.dtype == torch.float64,
+        "a mask of integers or float64": mask is not None and mask.dtype not in _MASKS,
         "the gradient of a mask": mask is not None and mask.requires_grad,
     }
     if any(refused.values()):
@@ -94,7 +95,8 @@ def attention(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     how = (scale, softcap or 0.0, causal, sliding_window, cu_seq_lens_q, cu_seq_lens_k)
-    return _Attention.apply(query, key, value, mask, s_aux, *how)[0], None
+    sinks = None if s_aux is None else s_aux.contiguous()  # kernels read it without a stride
+    return _Attention.apply(query, key, value, mask, sinks, *how)[0], None
 
 
 class _Attention(Function):

@@ -115,6 +115,14 @@ def _mask_rows(query_M, head_M, mask_head, mask_row, LARGE: tl.constexpr):
 
 
 @triton.jit
+def _mask_keys(key_N, mask_key, LARGE: tl.constexpr):
+    """Where the keys of a mask's row are."""
+    if LARGE:
+        key_N = key_N.to(tl.int64)
+    return key_N * mask_key
+
+
+@triton.jit
 def _scores(
     product_XY,
     seen_XY,
@@ -239,7 +247,7 @@ def forward_kernel(
                 products(query_MD, query_ME, key_ND, key_NE, SPLIT, PRECISION),
                 own_M[:, None] & (key_N[None, :] < stop_M[:, None]),
                 kind_M[:, None],
-                mask_M[:, None] + key_N[None, :] * mask_key,
+                mask_M[:, None] + _mask_keys(key_N, mask_key, LARGE)[None, :],
                 mask,
                 half,
                 scaling,
@@ -345,7 +353,7 @@ def dquery_kernel(
             products(query_MD, query_ME, key_ND, key_NE, SPLIT, PRECISION),
             (key_N[None, :] >= begin_M[:, None]) & (key_N[None, :] < stop_M[:, None]),
             kind_M[:, None],
-            mask_M[:, None] + key_N[None, :] * mask_key,
+            mask_M[:, None] + _mask_keys(key_N, mask_key, LARGE)[None, :],
             mask,
             half,
             scaling,
@@ -459,7 +467,7 @@ def dkeys_kernel(
             products(key_ND, key_NE, query_MD, query_ME, SPLIT, PRECISION),
             is_key_N[:, None] & (key_N[:, None] >= begin_M[None, :]) & (key_N[:, None] < stop_M[None, :]),
             kind_M[None, :],
-            mask_M[None, :] + key_N[:, None] * mask_key,
+            mask_M[None, :] + _mask_keys(key_N, mask_key, LARGE)[:, None],
             mask,
             half,
             scaling,
