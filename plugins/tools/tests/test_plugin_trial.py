@@ -10,6 +10,7 @@ import pytest
 
 from veomni_core import discover
 from veomni_core.errors import ConfigError
+from veomni_tools import plugin_trial
 
 AT_IMPORT = {
     "prints": "import os; print('hello'); os.write(1, b'as a library in C does')",
@@ -49,3 +50,9 @@ def test_a_trial_of_no_number_of_seconds_is_an_error(install: Callable[..., str]
     with pytest.raises(ConfigError, match="VEOMNI_PLUGIN_TIMEOUT='soon' is no number of seconds"):
         discover({"VEOMNI_PLUGIN_TIMEOUT": "soon"})
     assert discover({"VEOMNI_PLUGIN_TIMEOUT": "0"}).plugin("acme-quiet").status == "loaded"
+
+
+def test_what_a_plugin_says_before_it_ends_may_be_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "acme_latin.py").write_text(r"import os; os.write(2, b'caf\xe9'); os._exit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert plugin_trial._try("acme_latin", 60) == "it ended the process that loaded it: exit code 3: caf\ufffd"

@@ -18,7 +18,7 @@ def main() -> None:
 
     if find_spec("veomni_tools"):
         os.environ.setdefault(TRIAL_TIMEOUT, "60")
-    if "--json" in sys.argv and sys.stderr:  # what plugins and their libraries print, in C too, is no part of it
+    if "--json" in sys.argv and sys.stdout and sys.stderr:  # what plugins, or C beneath them, print is no part
         sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding)
         os.dup2(2, 1)
     try:

@@ -55,7 +55,8 @@ def tried(plugins: Sequence[InstalledPlugin], seconds: str) -> dict[str, str]:
 def _try(module: str, timeout: float) -> str:
     command = [sys.executable, "-m", __name__, module]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:  # a pipe stays open while what a plugin starts runs
+    # Files, since a pipe stays open while what a plugin starts runs.
+    with TemporaryFile("w+") as out, TemporaryFile("w+", errors="replace") as errors:
         try:
             done = subprocess.run(
                 command, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, timeout=timeout
