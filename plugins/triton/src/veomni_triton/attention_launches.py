@@ -32,7 +32,7 @@ def takes_small(query: Tensor) -> bool:
 
 
 def constants_of(query: Tensor, value_width: int, launch: Launch) -> dict[str, Any]:
-    """The columns ``D``, ``E`` and ``V`` of tiles, as ``attention_tiles`` has them, and what else a launch is told."""
+    """The columns ``D``, ``E`` and ``V`` of tiles, as ``attention_tiles`` has them, and a launch's other constants."""
     width = query.shape[-1]
     first = max(16, 1 << width.bit_length() - 1)  # the greatest power of two in it
     rest = max(16, power_of_two(width - first))

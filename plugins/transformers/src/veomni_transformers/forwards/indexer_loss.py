@@ -21,7 +21,7 @@ STEP = "indexer_step"  # the keyword by which a model's forward passes its step 
 
 
 class IndexerStep:
-    """One forward of a model: how many items its step has, if it was told, and then the gradient of its loss."""
+    """One forward of a model: how many items its step has, if its call says so, and then the gradient of its loss."""
 
     def __init__(self, items: Tensor | int | None = None) -> None:
         self.items = items

@@ -146,7 +146,7 @@ class _Call:
         return self.query, self.key, self.value, mask
 
     def sizes(self, ranges: Tensor) -> tuple[int, ...]:
-        """What kernels are told of heads, widths and strides."""
+        """The arguments of kernels that are heads, widths and strides."""
         _, batches, heads, queries = ranges.shape
         of_mask = (0,) * 4 if self.mask is None else self.mask.expand(self.batch, self.heads, -1, -1).stride()
         of_ranges = (heads * queries if batches > 1 else 0, queries if heads > 1 else 0, ranges[0].numel())
