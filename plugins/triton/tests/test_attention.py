@@ -14,8 +14,7 @@ from veomni_conformance.time_spent import TimeSpent
 from veomni_core.errors import ConfigError
 from veomni_ops.attention import CONTRACTS, AttentionModule, standard
 from veomni_ops.contract import Size
-from veomni_triton import attention as kernels
-from veomni_triton.attention import attention
+from veomni_triton.attention import attention, operators
 from veomni_triton.plugin import veomni_kernels
 
 SPEC = next(spec for spec in veomni_kernels() if (spec.op_name, spec.name) == ("attention", "triton"))
@@ -95,7 +94,7 @@ def test_a_row_whose_added_mask_hides_all_keys_is_the_reference_s(dtype):
 
 @pytest.mark.parametrize("bounds", [None, (0, 5, 77, 90)], ids=["causal", "packed"])
 def test_queries_that_see_a_tile_of_keys_are_all_counted(monkeypatch, bounds):
-    monkeypatch.setattr(kernels, "_QUERIES", 8)
+    monkeypatch.setattr(operators, "_QUERIES", 8)
     call, packed = heads(1, 90), {}
     if bounds is not None:
         ends = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
@@ -129,7 +128,7 @@ def test_layouts_give_the_same_bits():
 
 @pytest.mark.thorough
 def test_layouts_of_every_sample_give_the_same_bits(monkeypatch):
-    monkeypatch.setattr(kernels, "SMALL", dataclasses.replace(kernels.SMALL, queries=16, keys=16))  # some of each
+    monkeypatch.setattr(operators, "SMALL", dataclasses.replace(operators.SMALL, queries=16, keys=16))  # some of each
     assert other_bits(subject()) == []
 
 
@@ -143,7 +142,7 @@ def blocks_from_the_first_key_of_all(module, query, key, value, mask, **options)
 def blocks_by_the_batch(module, query, *call, **options):
     with pytest.MonkeyPatch.context() as patch:
         if query.shape[2] == 1:
-            patch.setattr(kernels, "SMALL", dataclasses.replace(kernels.SMALL, keys=16))
+            patch.setattr(operators, "SMALL", dataclasses.replace(operators.SMALL, keys=16))
         return attention(module, query, *call, **options)
 
 
@@ -154,7 +153,7 @@ def blocks_by_the_batch(module, query, *call, **options):
 )
 def test_other_blocks_of_keys_are_caught(monkeypatch, broken, words):
     if broken is blocks_from_the_first_key_of_all:
-        monkeypatch.setattr(kernels, "SMALL", dataclasses.replace(kernels.SMALL, keys=16))
+        monkeypatch.setattr(operators, "SMALL", dataclasses.replace(operators.SMALL, keys=16))
     assert words in other_bits(subject(broken), "causal, grouped heads")[0]
 
 

@@ -1,0 +1,240 @@
+"""Device code of attention's gradients: one kernel has those of queries, another those of keys and values.
+
+Nothing is added by atomics. Blocks of keys are not counted from a row's begin, as forward's are.
+
+Shape legend: that of ``attention_tiles``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from veomni_triton.attention.rows import mask_keys, mask_rows, scores, tile_rows
+from veomni_triton.attention_tiles import add_rows, load, load_wide, products, store, store_wide
+
+
+@triton.jit(do_not_specialize=["queries"])
+def dquery_kernel(
+    query,  # [B, H, S, D]
+    key,  # [B, K, L, D]
+    value,  # [B, K, L, V]
+    mask,  # [B, H, S, L] with strides of 0 where it is expanded, or None
+    ranges,  # [3, Bm, Hm, S]
+    output,  # [B, S, H, V]
+    doutput,  # [B, S, H, V], as output
+    norms,  # [B, S, H] float32: logarithms of sums to base 2
+    means,  # [B, S, H] float32, written: of the gradients of a row's weights
+    dquery,  # [B, S, H, D], written
+    half,
+    scaling,
+    softcap,
+    factor,  # the derivative of an uncapped score by the product
+    queries,
+    heads,
+    groups,
+    width,
+    value_width,
+    query_batch,
+    query_head,
+    query_row,
+    key_batch,
+    key_head,
+    key_row,
+    value_batch,
+    value_head,
+    value_row,
+    mask_batch,
+    mask_head,
+    mask_row,
+    mask_key,
+    range_batch,
+    range_head,
+    range_part,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+    HALVED: tl.constexpr,
+    BOOLEAN: tl.constexpr,
+    LOSES: tl.constexpr,
+    LARGE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    SPLIT: tl.constexpr,
+    V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    group, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    per_group = heads // groups
+    query_M, head_M, is_row_M, begin_M, stop_M, kind_M = tile_rows(
+        ranges,
+        tl.program_id(0) * M + tl.arange(0, M),
+        queries * per_group,
+        group,
+        per_group,
+        batch,
+        range_batch,
+        range_head,
+        range_part,
+        MASKED,
+        HALVED,
+    )
+    at_M = head_M.to(tl.int64) * query_head + query_M.to(tl.int64) * query_row
+    query_MD, query_ME = load_wide(query + batch * query_batch, at_M, is_row_M, width, D, E, SPLIT, 1)
+    mask_M = mask_rows(query_M, head_M, mask_head, mask_row, LARGE)
+    if MASKED:
+        mask += batch * mask_batch
+    key += batch * key_batch + group.to(tl.int64) * key_head
+    value += batch * value_batch + group.to(tl.int64) * value_head
+    row_M = (batch * queries + query_M) * heads + head_M
+    upstream_MV = load(doutput, row_M, is_row_M, value_width, V)
+    output_MV = load(output, row_M, is_row_M, value_width, V)
+    mean_M = tl.sum(upstream_MV.to(tl.float32) * output_MV.to(tl.float32), 1)
+    tl.store(means + row_M, mean_M, mask=is_row_M)
+    norm_M = tl.load(norms + row_M, mask=is_row_M, other=float("inf"))
+    dquery_MD = tl.zeros([M, D], dtype=tl.float32)
+    dquery_ME = tl.zeros([M, E], dtype=tl.float32)
+    last = tl.max(stop_M, 0)
+    for start in range(tl.min(begin_M, 0), last, N):
+        key_N = start + tl.arange(0, N)
+        key_ND, key_NE = load_wide(key, key_N, key_N < last, width, D, E, SPLIT, key_row)
+        value_NV = load(value, key_N, key_N < last, value_width, V, 0, value_row)
+        score_MN, seen_MN, slope_MN = scores(
+            products(query_MD, query_ME, key_ND, key_NE, SPLIT, PRECISION),
+            (key_N[None, :] >= begin_M[:, None]) & (key_N[None, :] < stop_M[:, None]),
+            kind_M[:, None],
+            mask_M[:, None] + mask_keys(key_N, mask_key, LARGE)[None, :],
+            mask,
+            half,
+            scaling,
+            softcap,
+            CAPPED,
+            MASKED,
+            BOOLEAN,
+            LOSES,
+        )
+        weight_MN = tl.exp2(score_MN - norm_M[:, None])
+        dweight_MN = tl.dot(upstream_MV, tl.trans(value_NV), input_precision=PRECISION)
+        dproduct_MN = tl.where(seen_MN, weight_MN * (dweight_MN - mean_M[:, None]) * slope_MN * factor, 0.0)
+        dquery_MD, dquery_ME = add_rows(
+            dquery_MD, dquery_ME, dproduct_MN.to(key_ND.dtype), key_ND, key_NE, SPLIT, PRECISION
+        )
+    store_wide(dquery, dquery_MD, dquery_ME, row_M, is_row_M, width, D, E, SPLIT)
+
+
+@triton.jit(do_not_specialize=["queries", "keys"])
+def dkeys_kernel(
+    query,
+    key,
+    value,
+    mask,
+    ranges,
+    seeing,  # [2, Bm, tiles of keys] int32: the queries from and to which see some of a tile's keys
+    doutput,
+    norms,
+    means,
+    dkey,  # [B, L, K, D], written
+    dvalue,  # [B, L, K, V], written
+    half,
+    scaling,
+    softcap,
+    factor,
+    queries,
+    keys,  # L
+    heads,
+    groups,
+    width,
+    value_width,
+    query_batch,
+    query_head,
+    query_row,
+    key_batch,
+    key_head,
+    key_row,
+    value_batch,
+    value_head,
+    value_row,
+    mask_batch,
+    mask_head,
+    mask_row,
+    mask_key,
+    range_batch,
+    range_head,
+    range_part,
+    seeing_batch,
+    seeing_part,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+    BOOLEAN: tl.constexpr,
+    LOSES: tl.constexpr,
+    LARGE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    SPLIT: tl.constexpr,
+    V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The gradients of a tile of keys of one head, summed over the rows of all its queries and their heads."""
+    group, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    per_group = heads // groups
+    key_N = tl.program_id(0) * N + tl.arange(0, N)
+    is_key_N = key_N < keys
+    if MASKED:
+        mask += batch * mask_batch
+    key += batch * key_batch + group.to(tl.int64) * key_head
+    value += batch * value_batch + group.to(tl.int64) * value_head
+    key_ND, key_NE = load_wide(key, key_N, is_key_N, width, D, E, SPLIT, key_row)
+    value_NV = load(value, key_N, is_key_N, value_width, V, 0, value_row)
+    dkey_ND = tl.zeros([N, D], dtype=tl.float32)
+    dkey_NE = tl.zeros([N, E], dtype=tl.float32)
+    dvalue_NV = tl.zeros([N, V], dtype=tl.float32)
+    seeing += batch * seeing_batch + tl.program_id(0)
+    first, last = tl.load(seeing) * per_group, tl.load(seeing + seeing_part) * per_group
+    for start in range(first, last, M):
+        query_M, head_M, is_row_M, begin_M, stop_M, kind_M = tile_rows(
+            ranges,
+            start + tl.arange(0, M),
+            last,
+            group,
+            per_group,
+            batch,
+            range_batch,
+            range_head,
+            range_part,
+            MASKED,
+            False,
+        )
+        at_M = head_M.to(tl.int64) * query_head + query_M.to(tl.int64) * query_row
+        query_MD, query_ME = load_wide(query + batch * query_batch, at_M, is_row_M, width, D, E, SPLIT, 1)
+        mask_M = mask_rows(query_M, head_M, mask_head, mask_row, LARGE)
+        row_M = (batch * queries + query_M) * heads + head_M
+        upstream_MV = load(doutput, row_M, is_row_M, value_width, V)
+        norm_M = tl.load(norms + row_M, mask=is_row_M, other=float("inf"))
+        mean_M = tl.load(means + row_M, mask=is_row_M, other=0.0)
+        score_NM, seen_NM, slope_NM = scores(
+            products(key_ND, key_NE, query_MD, query_ME, SPLIT, PRECISION),
+            is_key_N[:, None] & (key_N[:, None] >= begin_M[None, :]) & (key_N[:, None] < stop_M[None, :]),
+            kind_M[None, :],
+            mask_M[None, :] + mask_keys(key_N, mask_key, LARGE)[:, None],
+            mask,
+            half,
+            scaling,
+            softcap,
+            CAPPED,
+            MASKED,
+            BOOLEAN,
+            LOSES,
+        )
+        weight_NM = tl.where(seen_NM, tl.exp2(score_NM - norm_M[None, :]), 0.0)
+        dvalue_NV = tl.dot(weight_NM.to(upstream_MV.dtype), upstream_MV, dvalue_NV, input_precision=PRECISION)
+        dweight_NM = tl.dot(value_NV, tl.trans(upstream_MV), input_precision=PRECISION)
+        dproduct_NM = tl.where(seen_NM, weight_NM * (dweight_NM - mean_M[None, :]) * slope_NM * factor, 0.0)
+        dkey_ND, dkey_NE = add_rows(
+            dkey_ND, dkey_NE, dproduct_NM.to(query_MD.dtype), query_MD, query_ME, SPLIT, PRECISION
+        )
+    row_N = (batch * keys + key_N) * groups + group
+    store_wide(dkey, dkey_ND, dkey_NE, row_N, is_key_N, width, D, E, SPLIT)
+    store(dvalue, dvalue_NV, row_N, is_key_N, value_width, V)

@@ -1,0 +1,156 @@
+"""What rows see, in device code: the ranges of keys that a mask leaves, the rows of a tile, and a tile's scores.
+
+A row is a query of one head. A tile has neighbouring rows of all heads of one key head, the heads of a query one after
+the other. What a row sees are the keys from its begin to its stop, less what its mask hides there.
+
+Reading a mask takes more registers than there are. Tiles that read none are a launch's, and all others another's.
+
+Shape legend: that of ``attention_tiles``. ``X`` and ``Y`` are ``M`` and ``N``, or the other way for keys' gradients.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from veomni_triton.activations import tanh
+
+# What is in a row's kind.
+READ = tl.constexpr(1)  # its mask hides keys between begin and stop, or adds numbers: the scores take it
+LOWEST = tl.constexpr(2)  # an added mask has the lowest number for all of its keys, which so are seen alike
+NONE = tl.constexpr(0x7FFFFFFF)  # where no key is
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def ranges_kernel(
+    mask,  # [Bm, Hm, S, L]; booleans as bytes
+    ranges,  # [3, Bm, Hm, S] int32, written: begins, stops, kinds
+    half,  # half of the lowest number of mask's dtype
+    heads,  # Hm
+    queries,  # S
+    keys,  # L
+    mask_batch,
+    mask_head,
+    mask_row,
+    mask_key,
+    BOOLEAN: tl.constexpr,
+    N: tl.constexpr,
+):
+    """What each row of a mask sees; a program has one."""
+    query, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = mask + batch.to(tl.int64) * mask_batch + head.to(tl.int64) * mask_head + query.to(tl.int64) * mask_row
+    begin, low_begin = tl.full([], NONE, tl.int32), tl.full([], NONE, tl.int32)
+    stop, seen, added = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    low_stop, low = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for start in range(0, keys, N):
+        key_N = start + tl.arange(0, N)
+        is_key_N = key_N < keys
+        value_N = tl.load(row + key_N.to(tl.int64) * mask_key, mask=is_key_N, other=0)
+        if BOOLEAN:
+            seen_N = is_key_N & (value_N != 0)
+        else:
+            value_N = value_N.to(tl.float32)
+            seen_N = is_key_N & (value_N > half)
+            low_N = is_key_N & (value_N > float("-inf"))
+            low_begin = tl.minimum(low_begin, tl.min(tl.where(low_N, key_N, NONE), 0))
+            low_stop = tl.maximum(low_stop, tl.max(tl.where(low_N, key_N + 1, 0), 0))
+            low += tl.sum(low_N.to(tl.int32), 0)
+            added += tl.sum((seen_N & (value_N != 0.0)).to(tl.int32), 0)
+        begin = tl.minimum(begin, tl.min(tl.where(seen_N, key_N, NONE), 0))
+        stop = tl.maximum(stop, tl.max(tl.where(seen_N, key_N + 1, 0), 0))
+        seen += tl.sum(seen_N.to(tl.int32), 0)
+    kind = tl.where((seen < stop - begin) | (added > 0), READ, 0)
+    if not BOOLEAN:
+        is_lowest = (seen == 0) & (low > 0)
+        begin, stop = tl.where(is_lowest, low_begin, begin), tl.where(is_lowest, low_stop, stop)
+        kind = tl.where(is_lowest, tl.where(low < stop - begin, LOWEST + READ, LOWEST), kind)
+    place = ranges + (batch * heads + head).to(tl.int64) * queries + query
+    part = tl.num_programs(2).to(tl.int64) * heads * queries
+    tl.store(place, tl.where(stop > 0, begin, 0))
+    tl.store(place + part, stop)
+    tl.store(place + 2 * part, tl.where(stop > 0, kind, 0))
+
+
+@triton.jit
+def tile_rows(
+    ranges,
+    row_M,
+    rows,
+    group,
+    per_group,
+    batch,
+    range_batch,
+    range_head,
+    range_part,
+    MASKED: tl.constexpr,
+    HALVED: tl.constexpr,
+):
+    """Of a tile's rows: query, head, whether there is one, begin (:data:`NONE` if nothing is seen), stop, kind.
+
+    If ``HALVED``, the tile is ``MASKED``'s or another launch's, which then has the rows.
+    """
+    is_row_M = row_M < rows
+    query_M = row_M // per_group
+    head_M = group * per_group + row_M % per_group
+    place_M = ranges + batch * range_batch + head_M.to(tl.int64) * range_head + query_M
+    begin_M = tl.load(place_M, mask=is_row_M, other=0)
+    stop_M = tl.load(place_M + range_part, mask=is_row_M, other=0)
+    kind_M = tl.load(place_M + 2 * range_part, mask=is_row_M, other=0)
+    if HALVED:
+        is_row_M = is_row_M & ((tl.max(kind_M, 0) > 0) == MASKED)
+        stop_M = tl.where(is_row_M, stop_M, 0)
+    return query_M, head_M, is_row_M, tl.where(begin_M < stop_M, begin_M, NONE), stop_M, kind_M
+
+
+@triton.jit
+def mask_rows(query_M, head_M, mask_head, mask_row, LARGE: tl.constexpr):
+    """Where the rows of a sequence's mask begin. Of int32 unless it is ``LARGE``: pointers fill the registers."""
+    if LARGE:
+        query_M, head_M = query_M.to(tl.int64), head_M.to(tl.int64)
+    return head_M * mask_head + query_M * mask_row
+
+
+@triton.jit
+def mask_keys(key_N, mask_key, LARGE: tl.constexpr):
+    """Where the keys of a mask's row are."""
+    if LARGE:
+        key_N = key_N.to(tl.int64)
+    return key_N * mask_key
+
+
+@triton.jit
+def scores(
+    product_XY,
+    seen_XY,
+    kind_XY,
+    place_XY,
+    mask,
+    half,
+    scaling,
+    softcap,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+    BOOLEAN: tl.constexpr,
+    LOSES: tl.constexpr,
+):
+    """The scores to base 2, what of ``seen`` the mask leaves, and the derivative of scores by ``product * scaling``."""
+    score_XY = product_XY * scaling
+    slope_XY = tl.full(score_XY.shape, 1.0, tl.float32)
+    if CAPPED:
+        bounded_XY = tanh(score_XY)
+        score_XY = bounded_XY * softcap
+        slope_XY = 1.0 - bounded_XY * bounded_XY
+    if MASKED:
+        read_XY = seen_XY & ((kind_XY & READ) > 0)
+        value_XY = tl.load(mask + place_XY, mask=read_XY, other=1 if BOOLEAN else 0.0)
+        if BOOLEAN:
+            seen_XY = seen_XY & (value_XY != 0)
+        else:
+            value_XY = value_XY.to(tl.float32)
+            is_lowest_XY = (kind_XY & LOWEST) > 0
+            seen_XY = seen_XY & (value_XY > tl.where(is_lowest_XY, float("-inf"), half))
+            if LOSES:  # beside numbers so low, scores are lost
+                score_XY = tl.where(is_lowest_XY, 0.0, score_XY)
+            score_XY += tl.where(is_lowest_XY, 0.0, value_XY * LOG2_E)
+    return score_XY, seen_XY, slope_XY
