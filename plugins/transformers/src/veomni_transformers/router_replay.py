@@ -285,8 +285,9 @@ class WatchedRouters(Transformation):
         def refuse(gradient: Tensor) -> None:
             if not self.active or self._takes is not takes:
                 raise RouterReplayError(
-                    "backward came after router_replay had ended, and runs checkpointed layers again, whose routers "
-                    "would choose by themselves: call backward within it"
+                    "backward came after the replay of its forward had ended, or another forward had begun, and runs "
+                    "checkpointed layers again, whose routers would choose otherwise: call backward within it, before "
+                    "the next forward"
                 )
 
         for each in result:

@@ -166,7 +166,8 @@ def _gradients(
     dkey, dvalue = (x.new_empty(batch, keys, groups, x.shape[-1]) for x in (call.key, call.value))
     means = torch.zeros_like(norms)
     if not output.numel():
-        dkey.zero_(), dvalue.zero_(), dquery.zero_()
+        for gradient in (dquery, dkey, dvalue):
+            gradient.zero_()
     else:
         doutput = doutput.contiguous()
         shared = (call.half, *call.numbers, scale)
