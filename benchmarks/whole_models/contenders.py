@@ -106,7 +106,8 @@ MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
 }
 THEIRS = "transformers"
-AS_A_GRAPH = ", as a CUDA graph"  # at the end of a contender's name
+AS_A_GRAPH = ", as a CUDA graph"  # at the end of a contender's name, as this one:
+FROM_HOST = ", positions from the host"  # of towers and text, computed before a step, as veomni train does
 
 
 def _unchanged(model: PreTrainedModel) -> None:
@@ -144,6 +145,8 @@ CONTENDERS: dict[str, Callable[[PreTrainedModel], None]] = {
     "Liger's own patch": _liger,
     "preset: gpu": _bound(preset="gpu"),
     "preset: auto": _bound(preset="auto"),
+    f"{THEIRS}{FROM_HOST}": _unchanged,
+    f"preset: auto{FROM_HOST}": _bound(preset="auto"),
     "preset: auto, flash_attention_4": _bound(preset="auto", attn_implementation="flash_attention_4"),
     "preset: auto, compiled": _then_compiled(_bound(preset="auto")),
     f"preset: auto{AS_A_GRAPH}": _bound(preset="auto"),
@@ -154,9 +157,12 @@ CONTENDERS: dict[str, Callable[[PreTrainedModel], None]] = {
 
 
 def contenders_of(model: str, skipped: Iterable[str]) -> list[str]:
-    """By name; those that choose the experts' kernel only where there are experts."""
-    has_experts = hasattr(MODELS[model](), "num_experts")
-    return [name for name in CONTENDERS if name not in skipped and (has_experts or "fused_" not in name)]
+    """By name; those that choose the experts' kernel only where there are experts, and towers' positions by towers."""
+    config = MODELS[model]()
+    without = [
+        word for word, has in (("fused_", "num_experts"), (FROM_HOST, "vision_config")) if not hasattr(config, has)
+    ]
+    return [name for name in CONTENDERS if name not in skipped and not any(word in name for word in without)]
 
 
 def build(name: str) -> PreTrainedModel:

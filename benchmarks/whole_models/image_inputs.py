@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from veomni_transformers.towers.host_metadata import HostMetadata
 
 SIDE = 1024  # pixels of a picture's height and width, or the next lower number that whole patches fill
 _BEFORE = 16  # words before the picture
@@ -38,3 +41,15 @@ def inputs_of(model: PreTrainedModel, batch: str) -> dict[str, Tensor]:
     if "mm_token_type_ids" in inspect.signature(model.forward).parameters:  # since transformers 5.3
         inputs["mm_token_type_ids"] = (ids == config.image_token_id).int()
     return inputs
+
+
+def with_positions_of(model: PreTrainedModel) -> Callable[[str], dict[str, Tensor]]:
+    """:func:`inputs_of` of ``model``, with what the host can compute of pictures and positions before a step."""
+    metadata = HostMetadata(model)
+
+    def made(batch: str) -> dict[str, Tensor]:
+        inputs = inputs_of(model, batch)
+        found = metadata({name: value.cpu() for name, value in inputs.items()})
+        return inputs | {name: value.to(model.device) for name, value in found.items()}
+
+    return made

@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 from benchmarks.shared.gpu_kernels import kernel_times
 from benchmarks.shared.measuring import event_milliseconds, warm_up
 from benchmarks.shared.results import PICTURES, machine
-from benchmarks.whole_models.contenders import AS_A_GRAPH, CONTENDERS, MODELS, build, contenders_of
-from benchmarks.whole_models.image_inputs import inputs_of
+from benchmarks.whole_models.contenders import AS_A_GRAPH, CONTENDERS, FROM_HOST, MODELS, build, contenders_of
+from benchmarks.whole_models.image_inputs import inputs_of, with_positions_of
 from benchmarks.whole_models.kernel_kinds import by_kind
 from benchmarks.whole_models.page import plot, write
 from veomni_trainer.loop.step_graphs import graphs_on
@@ -112,8 +112,9 @@ def measure(model_name: str, contender: str, batches: list[str], trains: bool) -
     model = build(model_name)
     CONTENDERS[contender](model)
     run = step_of(model, contender)
-    times = {batch: timed(run, inputs_of(model, batch)) for batch in batches}
-    inputs = inputs_of(model, batches[0])
+    made = with_positions_of(model) if contender.endswith(FROM_HOST) else partial(inputs_of, model)
+    times = {batch: timed(run, made(batch)) for batch in batches}
+    inputs = made(batches[0])
     kernels = by_kind(kernel_times(lambda: run(inputs)))
     if not trains:
         return {"batches": times, "kernels ms": kernels}

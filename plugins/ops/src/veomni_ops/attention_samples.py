@@ -444,7 +444,7 @@ def alike(sample: Sample, features: Collection[str]) -> Iterator[Alike]:
     Example:
         >>> sample = next(samples(torch.device("cpu"), torch.float32))
         >>> [each.words for each in alike(sample, ("dense_mask",))][-3:]
-        ['where query 8 is decoded', 'where query 16 is decoded', 'where it is padded on the left']
+        ['where query 16 is decoded', 'where it is padded on the left', 'where an added mask pads it on the left']
     """
     module, query, key, value, mask = sample.args
     query, key, value = (each.detach() for each in (query, key, value))
@@ -485,8 +485,10 @@ def alike(sample: Sample, features: Collection[str]) -> Iterator[Alike]:
         places = torch.arange(_BEFORE + length, device=query.device)
         ahead = places[:, None] - places
         seen = (ahead >= 0) & (places >= _BEFORE) & (ahead < (options.get("sliding_window") or len(places)))
-        padded = call(*longer, seen.expand(len(query), 1, -1, -1))
-        yield Alike("where it is padded on the left", (sample, padded), parts)
+        seen = seen.expand(len(query), 1, -1, -1)
+        yield Alike("where it is padded on the left", (sample, call(*longer, seen)), parts)
+        added = query.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min)
+        yield Alike("where an added mask pads it on the left", (sample, call(*longer, added)), parts)
 
 
 def _at(first: int = 0, after: int | None = None, row: int | None = None) -> Callable[[Tensor], Tensor]:

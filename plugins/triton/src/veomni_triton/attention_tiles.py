@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+PARTS = tl.constexpr(8)  # of a row's sum
+
 
 @triton.jit
 def load(x, row_M, is_row_M, width, C: tl.constexpr, FIRST: tl.constexpr = 0, stride=None):
@@ -75,22 +77,37 @@ def upstream(gates, norms, means, row_M, is_row_M):
 
 
 @triton.jit
-def attend(logit_MN, value_NV, seen_MN, highest_M, sum_M, output_MV, PRECISION: tl.constexpr):
-    """The running highest logit, sum and output, with a tile of keys more."""
+def add_halves(x_MN, PARTS: tl.constexpr):
+    """``[M, PARTS]``: of each row the sums of every ``PARTS``-th number.
+
+    Halves are added to each other. ``tl.sum`` adds in an order that depends on which thread holds what, which is
+    another where a mask is read.
+    """
+    for _ in tl.static_range(8):  # as often as the widest tile has halves
+        if x_MN.shape[1] > PARTS:
+            left, right = tl.split(tl.permute(tl.reshape(x_MN, [x_MN.shape[0], 2, x_MN.shape[1] // 2]), (0, 2, 1)))
+            x_MN = left + right
+    return x_MN
+
+
+@triton.jit
+def attend(logit_MN, value_NV, seen_MN, highest_M, sum_MP, output_MV, PRECISION: tl.constexpr):
+    """The running highest logit, the sum in :data:`PARTS`, and the output, with a tile of keys more."""
     logit_MN = tl.where(seen_MN, logit_MN, float("-inf"))
     further_M = tl.maximum(highest_M, tl.max(logit_MN, 1))
     finite_M = tl.where(further_M == float("-inf"), 0.0, further_M)
     weight_MN = tl.exp2(logit_MN - finite_M[:, None])
     shrink_M = tl.exp2(highest_M - finite_M)
-    sum_M = sum_M * shrink_M + tl.sum(weight_MN, 1)
+    sum_MP = sum_MP * shrink_M[:, None] + add_halves(weight_MN, sum_MP.shape[1])
     output_MV = output_MV * shrink_M[:, None]
     output_MV = tl.dot(weight_MN.to(value_NV.dtype), value_NV, output_MV, input_precision=PRECISION)
-    return further_M, sum_M, output_MV
+    return further_M, sum_MP, output_MV
 
 
 @triton.jit
-def finish(output, norms, highest_M, sum_M, output_MV, row_M, is_row_M, width, V: tl.constexpr):
+def finish(output, norms, highest_M, sum_MP, output_MV, row_M, is_row_M, width, V: tl.constexpr):
     """Write the output and the norms, of queries without a key zeros and ``inf``."""
+    sum_M = tl.reshape(add_halves(sum_MP, 1), [sum_MP.shape[0]])
     is_empty_M = sum_M == 0.0
     sum_M = tl.where(is_empty_M, 1.0, sum_M)
     store(output, output_MV / sum_M[:, None], row_M, is_row_M, width, V)

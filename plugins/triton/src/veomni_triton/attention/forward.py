@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from veomni_triton.attention.rows import LOG2_E, NONE, mask_keys, mask_rows, scores, tile_rows
-from veomni_triton.attention_tiles import attend, finish, load, load_wide, products
+from veomni_triton.attention_tiles import PARTS, attend, finish, load, load_wide, products
 
 
 @triton.jit(do_not_specialize=["queries"])
@@ -86,10 +86,10 @@ def forward_kernel(
     key += batch * key_batch + group.to(tl.int64) * key_head
     value += batch * value_batch + group.to(tl.int64) * value_head
     highest_M = tl.full([M], float("-inf"), dtype=tl.float32)
-    sum_M = tl.zeros([M], dtype=tl.float32)
+    sum_MP = tl.zeros([M, PARTS], dtype=tl.float32)
     if sinks is not None:  # as if it had been seen before the first key
         highest_M = tl.load(sinks + head_M, mask=is_row_M, other=0.0).to(tl.float32) * LOG2_E
-        sum_M += 1.0
+        sum_MP += tl.where(tl.arange(0, PARTS)[None, :] == 0, 1.0, 0.0)
     output_MV = tl.zeros([M, V], dtype=tl.float32)
     begin = tl.min(begin_M, 0)
     while begin < NONE:
@@ -113,7 +113,7 @@ def forward_kernel(
                 BOOLEAN,
                 LOSES,
             )
-            highest_M, sum_M, output_MV = attend(score_MN, value_NV, seen_MN, highest_M, sum_M, output_MV, PRECISION)
+            highest_M, sum_MP, output_MV = attend(score_MN, value_NV, seen_MN, highest_M, sum_MP, output_MV, PRECISION)
         begin = tl.min(tl.where(begin_M > begin, begin_M, NONE), 0)
     row_M = (batch * queries + query_M) * heads + head_M
-    finish(output, norms, highest_M, sum_M, output_MV, row_M, is_row_M, value_width, V)
+    finish(output, norms, highest_M, sum_MP, output_MV, row_M, is_row_M, value_width, V)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from veomni_triton.attention_tiles import (
+    PARTS,
     add_rows,
     attend,
     dlogits,
@@ -117,7 +118,7 @@ def chosen_forward_kernel(
     begin = tl.load(begins + token)
     query_HD, query_HE = load_wide(query, row_H, is_head_H, width, D, E, SPLIT)
     highest_H = tl.full([H], float("-inf"), dtype=tl.float32)
-    sum_H = tl.zeros([H], dtype=tl.float32)
+    sum_HP = tl.zeros([H, PARTS], dtype=tl.float32)
     output_HV = tl.zeros([H, V], dtype=tl.float32)
     for place in range(count):
         key_N, is_key_N = _chosen_keys(chosen, begin, token, group, groups, count, place, block_size, N)
@@ -125,10 +126,10 @@ def chosen_forward_kernel(
         key_ND, key_NE = load_wide(key, row_N, is_key_N, width, D, E, SPLIT)
         value_NV = load(value, row_N, is_key_N, value_width, V)
         logit_HN = products(query_HD, query_HE, key_ND, key_NE, SPLIT, PRECISION) * scaling
-        highest_H, sum_H, output_HV = attend(
-            logit_HN, value_NV, is_key_N[None, :], highest_H, sum_H, output_HV, PRECISION
+        highest_H, sum_HP, output_HV = attend(
+            logit_HN, value_NV, is_key_N[None, :], highest_H, sum_HP, output_HV, PRECISION
         )
-    finish(output, norms, highest_H, sum_H, output_HV, row_H, is_head_H, value_width, V)
+    finish(output, norms, highest_H, sum_HP, output_HV, row_H, is_head_H, value_width, V)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from veomni_triton.attention_tiles import (
+    PARTS,
     add_rows,
     attend,
     dlogits,
@@ -65,7 +66,7 @@ def range_forward_kernel(
     row_M = token_M * heads + head
     query_MD, query_ME = load_wide(query, row_M, is_token_M, width, D, E, SPLIT)
     highest_M = tl.full([M], float("-inf"), dtype=tl.float32)
-    sum_M = tl.zeros([M], dtype=tl.float32)
+    sum_MP = tl.zeros([M, PARTS], dtype=tl.float32)
     output_MV = tl.zeros([M, V], dtype=tl.float32)
     for start in range(first, last, N):
         key_N = start + tl.arange(0, N)
@@ -74,8 +75,8 @@ def range_forward_kernel(
         value_NV = load(value, row_N, key_N < last, value_width, V)
         seen_MN = (key_N[None, :] >= begin_M[:, None]) & (key_N[None, :] < stop_M[:, None])
         logit_MN = products(query_MD, query_ME, key_ND, key_NE, SPLIT, PRECISION) * scaling
-        highest_M, sum_M, output_MV = attend(logit_MN, value_NV, seen_MN, highest_M, sum_M, output_MV, PRECISION)
-    finish(output, norms, highest_M, sum_M, output_MV, row_M, is_token_M, value_width, V)
+        highest_M, sum_MP, output_MV = attend(logit_MN, value_NV, seen_MN, highest_M, sum_MP, output_MV, PRECISION)
+    finish(output, norms, highest_M, sum_MP, output_MV, row_M, is_token_M, value_width, V)
 
 
 @triton.jit
