@@ -10,8 +10,10 @@ from typing import Any
 from veomni_core import bind
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.discovery.discover import discover
+from veomni_transformers.towers import run_every_tower
 
 FSDP, EP, TP = {"fsdp_size": 2}, {"fsdp_size": 2, "ep_size": 2}, {"tp_size": 2}
+BY_TORCH: dict[str, int] = {}  # FSDP2 by ``fully_shard``, as accelerate does it
 DISPATCH = "token_dispatch_implementation"
 
 
@@ -20,14 +22,20 @@ class Contender:
     """One way to run a model.
 
     Args:
-        layout: the fields of transformers' ``DistributedConfig``.
+        layout: the fields of transformers' ``DistributedConfig``; empty for ``fully_shard`` alone.
         ops: what ``bind`` is given; ``None`` leaves the model as the engine made it.
         compiled: whether the model is compiled then. It is measured in one round alone: compiling takes minutes.
+        every_tower: whether each rank of the unbound model runs the towers that another rank has pictures for.
+        one_has_pictures: whether the first rank's batch has pictures, and no other's.
+        beside: the contender that it is compared with; the model's in ``THEIRS`` if empty.
     """
 
     layout: Mapping[str, int]
     ops: Mapping[str, Any] | None = None
     compiled: bool = False
+    every_tower: bool = False
+    one_has_pictures: bool = False
+    beside: str = ""
 
     def missing(self) -> str:
         """Why this checkout or installation can't run it; empty if it can."""
@@ -38,6 +46,8 @@ class Contender:
     def prepare(self, model: Any) -> dict[str, str]:
         """Bind and compile; gives what runs, by op."""
         found = {} if self.ops is None else kernels(bind(model, known(self.ops)).plan)
+        if self.every_tower:
+            run_every_tower(model)
         if self.compiled:
             model.compile()
         return found
@@ -64,7 +74,13 @@ def kernels(plan: Any) -> dict[str, str]:
     return found
 
 
-THEIRS = {"qwen3-moe": "transformers, FSDP2 and EP", "llama-1b": "transformers, TP"}
+THEIRS = {
+    "qwen3-moe": "transformers, FSDP2 and EP",
+    "llama-1b": "transformers, TP",
+    "qwen3-vl-2b": "transformers, FSDP2, pictures on both ranks",
+}
+# Without run_every_tower, transformers' ranks wait for each other, or abort.
+_ONE_HAS = "transformers and run_every_tower, FSDP2, pictures on one rank"
 CONTENDERS: dict[str, dict[str, Contender]] = {
     "qwen3-moe": {
         THEIRS["qwen3-moe"]: Contender(EP),
@@ -78,4 +94,17 @@ CONTENDERS: dict[str, dict[str, Contender]] = {
         THEIRS["llama-1b"]: Contender(TP),
         "preset: auto, TP": Contender(TP, {"preset": "auto"}),
     },
+    "qwen3-vl-2b": {
+        THEIRS["qwen3-vl-2b"]: Contender(BY_TORCH),
+        "preset: auto, FSDP2, pictures on both ranks": Contender(BY_TORCH, {"preset": "auto"}),
+        _ONE_HAS: Contender(BY_TORCH, every_tower=True, one_has_pictures=True, beside=_ONE_HAS),
+        "preset: auto, FSDP2, pictures on one rank": Contender(
+            BY_TORCH, {"preset": "auto"}, one_has_pictures=True, beside=_ONE_HAS
+        ),
+    },
 }
+
+
+def baseline(model: str, contender: str) -> str:
+    """The contender of ``model`` that ``contender`` is compared with."""
+    return CONTENDERS[model][contender].beside or THEIRS[model]

@@ -1,4 +1,4 @@
-"""Models that transformers' distributed engine shards, with random weights that don't depend on the layout."""
+"""Models that transformers' distributed engine or torch shards, with random weights that don't depend on the layout."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch.distributed.fsdp import fully_shard
+from transformers import PretrainedConfig, PreTrainedModel
 
 from benchmarks.sharded.ranks import DEVICE, total
+from benchmarks.whole_models.contenders import auto_class
 
 _STD = 0.02
 # Sizes for trying a script out on CPUs.
@@ -25,14 +27,25 @@ _TINY: Mapping[str, int] = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "vocab_size": 128,
+    # Of models that take images.
+    "depth": 2,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+    "vision_start_token_id": 124,
+    "image_token_id": 125,
+    "video_token_id": 126,
 }
 
 
 def tiny(config: PretrainedConfig) -> PretrainedConfig:
     """``config`` with the sizes of a model that a CPU runs in no time."""
-    for name, size in _TINY.items():
-        if hasattr(config, name):
-            setattr(config, name, size)
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for name, size in _TINY.items():
+            if name in part.to_dict():
+                setattr(part, name, size)
+    if hasattr(config, "vision_config"):
+        config.vision_config.deepstack_visual_indexes = [0, 1]
+        config.text_config.rope_parameters["mrope_section"] = [4, 2, 2]
     return config
 
 
@@ -40,13 +53,15 @@ def build(config: PretrainedConfig, layout: Mapping[str, int]) -> Any:
     """The model in bf16, with attention by ``sdpa``; this rank gets its part.
 
     Args:
-        config: of a causal language model.
-        layout: the fields of transformers' ``DistributedConfig``.
+        config: of a causal language model, or of one that takes images.
+        layout: the fields of transformers' ``DistributedConfig``; if empty, torch's ``fully_shard`` divides the model.
     """
+    if not layout:
+        return _by_torch(config)
     from transformers.distributed import DistributedConfig
 
     with torch.device("meta"):
-        model_class: Any = type(AutoModelForCausalLM.from_config(config))
+        model_class: Any = type(auto_class(config).from_config(config))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="DTensor random operators")  # what they draw is replaced below
         model = model_class.from_pretrained(
@@ -61,15 +76,31 @@ def build(config: PretrainedConfig, layout: Mapping[str, int]) -> Any:
     return model.train()
 
 
+def _by_torch(config: PretrainedConfig) -> PreTrainedModel:
+    """Each layer of decoder and towers is a unit, as where accelerate goes by ``_no_split_modules``."""
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model: PreTrainedModel = auto_class(config).from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
+    for module in [*model.modules()]:
+        if type(module).__name__ in (model._no_split_modules or ()):
+            fully_shard(module)
+    fully_shard(model)
+    return model.train()
+
+
 def batch_number(model: Any) -> int:
     """Which of the data-parallel ranks' batches this rank has."""
-    number: int = model._mesh_manager.get_mesh("fsdp").get_local_rank()
+    mesh = getattr(model, "_mesh_manager", None)
+    number: int = mesh.get_mesh("fsdp").get_local_rank() if mesh else distributed.get_rank()
     return number
 
 
 def batches(model: Any) -> int:
     """How many ranks have a batch of their own."""
-    count: int = model._mesh_manager.get_mesh("fsdp").size()
+    mesh = getattr(model, "_mesh_manager", None)
+    count: int = mesh.get_mesh("fsdp").size() if mesh else distributed.get_world_size()
     return count
 
 

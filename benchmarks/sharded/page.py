@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.sharded.contenders import THEIRS
+from benchmarks.sharded.contenders import baseline
 from benchmarks.shared.results import write_results
 
 COLUMNS = (
@@ -23,27 +23,27 @@ COLUMNS = (
 
 def write(name: str, data: dict[str, Any], script: str) -> None:
     """What has been measured so far: ``benchmarks/results/<name>.json``; measured by ``script``."""
-    contenders, theirs = data["contenders"], THEIRS[data["model"]]
+    contenders = data["contenders"]
     title = f"Forward and backward of {data['model']}, sharded over two GPUs, bf16"
-    write_results(name, title, data, COLUMNS, rows(contenders, theirs), _bullets(contenders), script=script)
+    write_results(name, title, data, COLUMNS, rows(data["model"], contenders), _bullets(contenders), script=script)
 
 
-def rows(contenders: dict[str, Any], theirs: str) -> Iterator[tuple[str, ...]]:
+def rows(model: str, contenders: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """One line for each contender that ran."""
-    baseline = contenders[theirs]
     for name, found in contenders.items():
         if "times ms" not in found:
             continue
         times = found["times ms"]
         median = statistics.median(times)
-        known = "times ms" in baseline
+        theirs = contenders.get(baseline(model, name), {})
+        known = "times ms" in theirs
         yield (
             name,
             f"{median:.1f} ({min(times):.1f} to {max(times):.1f})",
             f"{1e3 * found['tokens'] / median:,.0f}",
             f"{found['peak GB']:.1f}",
-            f"{statistics.median(baseline['times ms']) / median:.2f}x" if known else "",
-            f"{found['peak GB'] / baseline['peak GB']:.2f}x" if known and baseline["peak GB"] else "",
+            f"{statistics.median(theirs['times ms']) / median:.2f}x" if known else "",
+            f"{found['peak GB'] / theirs['peak GB']:.2f}x" if known and theirs["peak GB"] else "",
             f"{found['loss off']:.1e}" if "loss off" in found else "",
             f"{found['norm off']:.1e}" if "norm off" in found else "",
         )

@@ -2,12 +2,16 @@
 
     torchrun --standalone --nproc_per_node=2 benchmarks/sharded/train_step.py qwen3-moe --name sharded_qwen3_moe_2_h200
     torchrun --standalone --nproc_per_node=2 benchmarks/sharded/train_step.py llama-1b --name sharded_llama_tp_2_h200
+    torchrun --standalone --nproc_per_node=2 benchmarks/sharded/train_step.py qwen3-vl-2b --name sharded_qwen3_vl_2_h200
 
 The models of ``whole_models``: Qwen3-MoE's widths with 4 layers, under FSDP2 and under FSDP2 with expert parallelism,
 and a Llama of the 1B shape under tensor parallelism; random bf16 weights, the same for each contender. Each rank with a
-batch of its own has 4 sequences of 4096 tokens. No optimizer runs. Contenders take turns, in two rounds. Before one is
-timed, its loss and the norm of its gradient are compared with those of transformers' own code. Writes
-``benchmarks/results/<name>.json`` after each contender. ``--smoke`` tries all of it with tiny sizes.
+batch of its own has 4 sequences of 4096 tokens. A whole Qwen3-VL of 2B is sharded by torch's ``fully_shard``: its ranks
+have 2 sequences with a picture of 1024x1024 in each, or one rank has them and the other has words alone. That hangs or
+aborts in transformers' own code, so the comparison is then with it as ``run_every_tower`` changes it. No optimizer
+runs. Contenders take turns, in two rounds. Before one is timed, its loss and the norm of its gradient are compared with
+those of transformers' own code. Writes ``benchmarks/results/<name>.json`` after each contender. ``--smoke`` tries all
+of it with tiny sizes.
 """
 
 from __future__ import annotations
@@ -23,13 +27,12 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.sharded import engine_models
-from benchmarks.sharded.contenders import CONTENDERS, THEIRS, Contender
+from benchmarks.sharded.contenders import CONTENDERS, Contender, baseline
 from benchmarks.sharded.page import write
 from benchmarks.sharded.ranks import (
     DEVICE,
@@ -45,40 +48,42 @@ from benchmarks.sharded.ranks import (
 )
 from benchmarks.shared.results import machine
 from benchmarks.whole_models.contenders import MODELS
-from benchmarks.whole_models.train_step import step
+from benchmarks.whole_models.image_inputs import SIDE, inputs_of
+from benchmarks.whole_models.train_step import Inputs, step
 
 SEQUENCES, LENGTH = 4, 4096
 # How far the loss and the norm of the gradient may be from transformers' own, relative: bf16 rounds to 4e-3.
 LOSS_OFF, NORM_OFF = 2e-3, 2e-2
 
 
-def token_ids(model: Any, length: int) -> Tensor:
+def inputs_here(model: Any, contender: Contender, batch: str, side: int) -> Inputs:
     """Random ones, other ones on each rank with a batch of its own."""
-    generator = torch.Generator().manual_seed(engine_models.batch_number(model))
-    return torch.randint(0, model.config.vocab_size, (SEQUENCES, length), generator=generator).to(DEVICE)
+    number = engine_models.batch_number(model)
+    torch.manual_seed(number)
+    return inputs_of(model, batch, side=0 if contender.one_has_pictures and number else side)
 
 
-def first_step(model: PreTrainedModel, ids: Tensor) -> dict[str, float]:
+def first_step(model: PreTrainedModel, inputs: Inputs) -> dict[str, float]:
     """The loss of all batches, and the norm of its gradient."""
-    loss = step(model, {"input_ids": ids, "labels": ids})
+    loss = step(model, inputs)
     return {"loss": total(loss) / torch.distributed.get_world_size(), "norm": engine_models.gradient_norm(model)}
 
 
-def measure(config: Any, contender: Contender, length: int, repeats: int) -> dict[str, Any]:
-    """One round of one contender, on a model of its own."""
+def measure(config: Any, contender: Contender, batch: str, side: int, repeats: int) -> dict[str, Any]:
+    """One round of one contender, on a model of its own, with pictures of ``side`` pixels."""
     held = held_gb()
     model = engine_models.build(config, contender.layout)
     runs = contender.prepare(model)
-    ids = token_ids(model, length)
-    first = first_step(model, ids)
-    call = partial(step, model, {"input_ids": ids, "labels": ids})
+    inputs = inputs_here(model, contender, batch, side)
+    first = first_step(model, inputs)
+    call = partial(step, model, inputs)
     slowest_milliseconds({"": call}, repeats=1, warm_ups=2)
     reset_peak()
     times = slowest_milliseconds({"": call}, repeats, warm_ups=0)[""]
     peak = peak_gb()
     return {
         "times ms": times,
-        "tokens": engine_models.batches(model) * ids.numel(),
+        "tokens": engine_models.batches(model) * inputs["input_ids"].numel(),
         "peak GB": peak,
         "held before GB": held,
         "kernels": runs,
@@ -135,9 +140,9 @@ def main() -> None:
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    length = 32 if options.smoke else LENGTH
+    sequences = SEQUENCES // 2 if hasattr(MODELS[options.model](), "vision_config") else SEQUENCES
+    length, side = (32, 64) if options.smoke else (LENGTH, SIDE)
     contenders: dict[str, Any] = {}
-    theirs = THEIRS[options.model]
     with process_group():
         for turn in range(options.rounds):
             for name, contender in CONTENDERS[options.model].items():
@@ -145,13 +150,14 @@ def main() -> None:
                     continue
                 config = MODELS[options.model]()
                 config = engine_models.tiny(config) if options.smoke else config
-                found = measured(contender, config, length, options.repeats)
-                if "times ms" in found and "times ms" in contenders.get(theirs, found):
-                    found |= compared(found, contenders.get(theirs, found))
+                found = measured(contender, config, f"{sequences}x{length}", side, options.repeats)
+                theirs = contenders.get(baseline(options.model, name), found)
+                if "times ms" in found and "times ms" in theirs:
+                    found |= compared(found, theirs)
                 contenders[name] = joined(contenders.get(name, {}), found)
                 say(f"{name}: {found}")
                 if is_first() and options.name:
-                    data = {"machine": machine(), "model": options.model, "tokens a batch": [SEQUENCES, length]}
+                    data = {"machine": machine(), "model": options.model, "tokens a batch": [sequences, length]}
                     write(options.name, {**data, "contenders": contenders}, __file__)
     if any("wrong" in each or "failed" in each for each in contenders.values()):
         say(f"FAILED or WRONG: {[name for name, each in contenders.items() if 'wrong' in each or 'failed' in each]}")

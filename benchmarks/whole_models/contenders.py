@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import transformers
@@ -165,11 +166,17 @@ def contenders_of(model: str, skipped: Iterable[str]) -> list[str]:
     return [name for name in CONTENDERS if name not in skipped and not any(word in name for word in without)]
 
 
+def auto_class(config: transformers.PretrainedConfig) -> Any:
+    """transformers' class that builds the whole model of ``config``."""
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
 def build(name: str) -> PreTrainedModel:
     """The model with weights of one seed, attention by ``sdpa``."""
     torch.manual_seed(0)
     config = MODELS[name]()
-    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.device("cuda"):
-        model = kind.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model: PreTrainedModel = auto_class(config).from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
     return model.train()

@@ -12,26 +12,32 @@ from transformers import PreTrainedModel
 
 from veomni_transformers.towers.host_metadata import HostMetadata
 
-SIDE = 1024  # pixels of a picture's height and width, or the next lower number that whole patches fill
+SIDE = 1024
 _BEFORE = 16  # words before the picture
 
 
-def inputs_of(model: PreTrainedModel, batch: str) -> dict[str, Tensor]:
-    """Random words, and where the model takes them pictures; ``batch`` is sequences and their length, as ``4x4096``."""
+def inputs_of(model: PreTrainedModel, batch: str, side: int = SIDE) -> dict[str, Tensor]:
+    """Random words, and where the model takes them pictures.
+
+    Args:
+        model: the model.
+        batch: sequences and their length, as ``4x4096``.
+        side: pixels of a picture's height and width, or the next lower number that whole patches fill; 0 for none.
+    """
     rows, length = map(int, batch.split("x"))
     config: Any = model.config
     # An id that stands for a picture, or opens one, is among the vocabulary's last.
     words = min(config.get_text_config().vocab_size, getattr(config, "vision_start_token_id", 1 << 30))
     ids = torch.randint(0, words, (rows, length), device=model.device)
-    if not hasattr(config, "vision_config"):
+    if not side or not hasattr(config, "vision_config"):
         return {"input_ids": ids, "labels": ids}
     vision = config.vision_config
     merged = vision.patch_size * vision.spatial_merge_size
-    side = SIDE // merged  # of a picture, in the features that the decoder takes
-    patches = side * vision.spatial_merge_size
+    features = side // merged  # of a picture's height, as the decoder takes them
+    patches = features * vision.spatial_merge_size
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     ids[:, _BEFORE] = config.vision_start_token_id
-    ids[:, _BEFORE + 1 : _BEFORE + 1 + side**2] = config.image_token_id
+    ids[:, _BEFORE + 1 : _BEFORE + 1 + features**2] = config.image_token_id
     inputs = {
         "input_ids": ids,
         "labels": ids.masked_fill(ids == config.image_token_id, -100),

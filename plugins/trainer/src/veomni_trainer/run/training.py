@@ -87,7 +87,7 @@ def fit(start: Start, compared: bool = False, turns: AlternatingSteps | None = N
             marked = None if train.torch_compile or train.cuda_graphs else start.base
             beside.append(ProfiledSteps(marked, train.profile, folder.profile, print_once))
         callbacks = [*beside, record, trackers, interrupt, *early, saver, *([turns] if turns else [])]
-        trainer = _trainer(start, record.on_row, callbacks, loads)
+        trainer = trainer_of(start, record.on_row, callbacks, loads)
         if turns:
             turns.on_wait = trainer.leave_out
             if not turns.first:  # without the run that it is compared with, there is nothing left to do
@@ -112,7 +112,7 @@ def fit(start: Start, compared: bool = False, turns: AlternatingSteps | None = N
     return Ending(interrupt.interrupted, f"step {trainer.state.global_step}: {bad.problem}" if bad.problem else "")
 
 
-def _trainer(start: Start, on_row: Any, callbacks: list[Any], loads: ExpertLoads | None) -> JobTrainer:
+def trainer_of(start: Start, on_row: Any, callbacks: list[Any], loads: ExpertLoads | None) -> JobTrainer:
     train = start.job.train
     ops = (op for op in start.binding.plan.ops if op.op_name in _NORMS)
     norms = [start.base.get_submodule(each.site.path) for op in ops for each in op.sites if each.site.variant]
