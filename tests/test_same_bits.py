@@ -18,23 +18,22 @@ SAME = {
     "linear_implementation": "fixed_order",
     "token_logprobs_implementation": "fixed_order",
 }
-GPT_OSS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "output_router_logits": False}
-FAMILIES = {
-    **{"llama": {}, "qwen3": {}, "qwen3_moe": {"output_router_logits": False}},
-    **{"gpt_oss": GPT_OSS, "deepseek_v3": {}},
-}
 QWEN3_NEXT = {
     **{"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    "layer_types": ["linear_attention", "full_attention"],
+    **{"layer_types": ["linear_attention", "full_attention"], "output_router_logits": False},
+}
+GPT_OSS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "output_router_logits": False}
+FAMILIES = {
+    **{"llama": {}, "qwen3": {}, "qwen3_moe": {"output_router_logits": False}},
+    **{"gpt_oss": GPT_OSS, "deepseek_v3": {}, "qwen3_next": QWEN3_NEXT},
 }
 LAYOUTS = ["each sequence alone", "in a batch of 21", "padded on the left", "padded on the right", "packed"]
 LAYOUTS += ["token by token, with a cache"]
 
 
 def made(family, dtype=torch.float32):
-    config = {**FAMILIES.get(family, {}), **(QWEN3_NEXT if family == "qwen3_next" else {})}
-    return build(family, dtype=dtype, num_experts_per_tok=2, num_local_experts=4, **config)
+    return build(family, dtype=dtype, num_experts_per_tok=2, num_local_experts=4, **FAMILIES[family])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,9 +1,9 @@
 """Activations of a model's own code, outside of sites, whose bits on a CPU don't depend on how many elements there are.
 
 torch computes most of a tensor's elements in vectors, and those at its end, or at the end of a thread's share, one by
-one: with other bits (2.13, in float32). Under ``require: batch_invariant`` a module whose code names such an activation,
-as for the gates of Qwen3-Next, gets all of its elements computed in vectors: a copy is filled up, and cut into parts
-that no thread shares.
+one: with other bits (2.13, in float32). Under ``require: batch_invariant`` a module whose code names an activation, as
+routers and gates do, gets all elements computed in vectors: a copy is filled up, and cut into parts that no threads
+share.
 """
 
 from __future__ import annotations

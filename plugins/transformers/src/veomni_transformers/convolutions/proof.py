@@ -53,7 +53,7 @@ def of(function: Function, width: int, home: str) -> Proof:
 
 
 def why_not_step(function: Function, width: int) -> str:
-    """Why ``function`` doesn't convolve a token after a state, and move that on; empty if it does. Otherwise as `of`."""
+    """Why ``function`` doesn't convolve a token after a state and move that on, or empty; otherwise as :func:`of`."""
     own = written(function)
     reading = read_function(own)
     if reading.doubts:

@@ -113,7 +113,7 @@ _CALLS = (
 )
 _STEPS = (
     _Call(2, 1, has_state=True, options=_BOTH),
-    _Call(1, 1, widths=(7, 5), has_state=True),
+    _Call(1, 1, widths=(7, 5), has_state=True, options={"output_final_state": False}),
     _Call(1, 1, decay=_STRONG_DECAY, has_state=True, options={"output_final_state": True}),
     _Call(1, 1, has_state=True, options=_BOTH, dtype=torch.bfloat16),
     _Call(2, 1, options={**_BOTH, "initial_state": None}),

@@ -34,7 +34,7 @@ def for_packed_calls(kernel: Kernel) -> Kernel:
 
 
 def for_single_tokens(kernel: Kernel) -> Kernel:
-    """``kernel`` with the signature of transformers' ``causal_conv1d_update``, which moves ``conv_state`` on in place."""
+    """``kernel`` with the signature of transformers' ``causal_conv1d_update``, which moves ``conv_state`` on."""
 
     def causal_conv1d_update(
         hidden_states: Tensor,
