@@ -22,16 +22,16 @@ from veomni_triton.chunk_gated_delta_rule.tiles import decays
 from veomni_triton.limits import MAX_HEAD_WIDTH, chunk_gated_delta_rule
 from veomni_triton.plugin import veomni_kernels
 
-SPEC = next(spec for spec in veomni_kernels() if spec.op_name == "chunk_gated_delta_rule")
+SPECS = [spec for spec in veomni_kernels() if spec.op_name == "chunk_gated_delta_rule"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter runs one element after the other.
 SAMPLES = {} if DEVICE == "cuda" else {"largest": Size.SMALL, "every_form": False}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", SPEC.dtypes)
-def test_conformance(dtype):
-    check_kernel(SPEC, DEVICE, dtype, **SAMPLES).raise_if_failed()
+@pytest.mark.parametrize("spec, dtype", [(spec, dtype) for spec in SPECS for dtype in spec.dtypes], ids=str)
+def test_conformance(spec, dtype):
+    check_kernel(spec, DEVICE, dtype, **SAMPLES).raise_if_failed()
 
 
 def drawn(batch=1, length=40, heads=(1, 2), width=16, dtype=torch.float32):

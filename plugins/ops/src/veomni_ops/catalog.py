@@ -180,6 +180,7 @@ OPS: tuple[OpSpec, ...] = (
             "chunked_delta": "veomni-torch",
             "fixed_order": "veomni-torch",
             "triton": "veomni-triton",
+            "triton_fixed_order": "veomni-triton",
             "fla": "veomni-fla",
             "fla_tilelang": "veomni-fla",
             "flash_qla": "veomni-fla",
