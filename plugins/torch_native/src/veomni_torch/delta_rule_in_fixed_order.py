@@ -57,19 +57,19 @@ class _InFixedOrder(Function):
     @partial(first_derivatives_only, op="chunk_gated_delta_rule and kda")
     @without_autocast
     def backward(ctx: Any, doutput: Tensor | None, dfinal: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        scale, keeps_final, is_normed, bounds = ctx.settings
-        needed = ctx.needs_input_grad[:6]
-        inputs = [
+        needed, (scale, keeps_final, is_normed, bounds) = ctx.needs_input_grad[:6], ctx.settings
+        inputs: list[Any] = [
             each if each is None else each.detach().requires_grad_(needs)
             for each, needs in zip(ctx.saved_tensors, needed, strict=True)
         ]
+        query, key, value, g, beta, initial = inputs
         with torch.enable_grad():
-            results = in_chunks(*inputs[:5], scale, inputs[5], keeps_final, is_normed, bounds)
+            results = in_chunks(query, key, value, g, beta, scale, initial, keeps_final, is_normed, bounds)
         given = [(y, dy) for y, dy in zip(results, (doutput, dfinal), strict=True) if dy is not None]
         if not given:
             return (None,) * 7
-        wanted = [each for each, needs in zip(inputs, needed, strict=True) if needs]
         outputs, doutputs = zip(*given, strict=True)
+        wanted = [each for each, needs in zip(inputs, needed, strict=True) if needs]
         gradients = iter(torch.autograd.grad(outputs, wanted, doutputs, allow_unused=True))
         return *(next(gradients) if needs else None for needs in needed), None
 
