@@ -105,6 +105,14 @@ def test_activations_of_own_code_keep_values_gradients_and_what_they_are_given()
         assert F.elu(given, inplace=True) is given
 
 
+@pytest.mark.thorough
+def test_a_compiled_hybrid_has_the_same_bits_with_graphs_that_end_at_its_gates():
+    model, ids = made("qwen3_next"), torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(3))
+    with bind(model, SAME, device="cpu"):
+        wanted = model(input_ids=ids, use_cache=False).logits
+        assert torch.compile(model, backend="eager")(input_ids=ids, use_cache=False).logits.equal(wanted)
+
+
 def splits_by_the_batch(rows, weight, bias=None):
     """Sums in two halves where there are many rows."""
     half = rows.shape[1] // 2 if len(rows) > 32 else 0

@@ -2,7 +2,7 @@
 
 The call is that of flash-linear-attention's function of this name, as transformers' models make it. A site's ``sizes``:
 ``key_heads``, ``value_heads``, ``key_width`` and ``value_width``, where the model states them. Tokens that are decoded
-one at a time go through the model's own recurrent function, which is not this op.
+one at a time go through the model's own recurrent function; a batch-invariant kernel takes its place, with one token.
 
 Keys or values wider than 128 are the feature ``wide_heads``: a kernel may have room for a state of 128 by 128 alone.
 

@@ -49,7 +49,8 @@ def _in_vectors(forward: Callable[..., Any]) -> Callable[..., Any]:
         with _Vectors():
             return forward(self, *args, **kwargs)
 
-    return in_vectors
+    # Traced in a mode, kernels' shapes end torch.compile's graph, and what it runs then is wrong (2.13).
+    return torch.compiler.disable(in_vectors)  # type: ignore[no-any-return]
 
 
 class _Vectors(TorchFunctionMode):
