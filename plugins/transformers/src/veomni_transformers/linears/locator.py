@@ -138,13 +138,13 @@ def _prove_own_once(module: nn.Module, training: bool) -> Proof:
         x = probe.random(_TOKENS, weight.shape[1])
         own, why_not = probe.attempt(lambda: type(module).forward(twin, x))
         cloned, why_not_cloned = probe.attempt(lambda: _cloned(module, reference)(twin, x))
-    if why_not or why_not_cloned:
-        return Proof(None, f"it raised when it was run alone: {why_not or why_not_cloned}", examined=False)
-    if calls != [weight.shape]:
-        return Proof(None, f"it multiplies {len(calls)} times, expected once, by its weight")
-    pairs = zip(_tensors(own), _tensors(cloned), strict=True)
-    if not all(a.equal(b) for a, b in pairs):
-        return Proof(None, "with its product in the reference's place it gives other values")
+        if why_not or why_not_cloned:
+            return Proof(None, f"it raised when it was run alone: {why_not or why_not_cloned}", examined=False)
+        if calls != [weight.shape]:
+            return Proof(None, f"it multiplies {len(calls)} times, expected once, by its weight")
+        pairs = zip(_tensors(own), _tensors(cloned), strict=True)
+        if not all(a.equal(b) for a, b in pairs):
+            return Proof(None, "with its product in the reference's place it gives other values")
     return _PROVEN
 
 
