@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.models.qwen3_next import modeling_qwen3_next
 from typer.testing import CliRunner
 
 from models import build
+from tiny_models import tiny_model
 from veomni_core import bind
 from veomni_core.cli.app import build_app
 from veomni_transformers.parity import OWN, check_parity
+from veomni_transformers.whole_vectors import _Vectors, in_whole_vectors
 
 SAME = {
     "preset": "auto",
@@ -18,23 +23,22 @@ SAME = {
     "linear_implementation": "fixed_order",
     "token_logprobs_implementation": "fixed_order",
 }
-GPT_OSS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "output_router_logits": False}
-FAMILIES = {
-    **{"llama": {}, "qwen3": {}, "qwen3_moe": {"output_router_logits": False}},
-    **{"gpt_oss": GPT_OSS, "deepseek_v3": {}},
-}
 QWEN3_NEXT = {
     **{"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    "layer_types": ["linear_attention", "full_attention"],
+    **{"layer_types": ["linear_attention", "full_attention"], "output_router_logits": False},
+}
+GPT_OSS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "output_router_logits": False}
+FAMILIES = {
+    **{"llama": {}, "qwen3": {}, "qwen3_moe": {"output_router_logits": False}},
+    **{"gpt_oss": GPT_OSS, "deepseek_v3": {}, "qwen3_next": QWEN3_NEXT},
 }
 LAYOUTS = ["each sequence alone", "in a batch of 21", "padded on the left", "padded on the right", "packed"]
 LAYOUTS += ["token by token, with a cache"]
 
 
 def made(family, dtype=torch.float32):
-    config = {**FAMILIES.get(family, {}), **(QWEN3_NEXT if family == "qwen3_next" else {})}
-    return build(family, dtype=dtype, num_experts_per_tok=2, num_local_experts=4, **config)
+    return build(family, dtype=dtype, num_experts_per_tok=2, num_local_experts=4, **FAMILIES[family])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,14 +77,40 @@ def test_what_the_own_code_gives_is_compared_and_promises_nothing():
     assert last.layout == OWN and last.largest < 1e-5
 
 
+def test_kimis_delta_attention_has_the_same_bits_too():
+    model = tiny_model("kimi_linear", torch.float32)
+    with bind(model, SAME, device="cpu"):
+        assert [each for each in check_parity(model) if not each.same_bits] == []
+
+
 def test_a_hybrid_model_is_refused_with_the_layer_that_cannot():
     model = made("qwen3_next")
-    with bind(model, SAME, device="cpu") as binding:
+    with bind(model, {**SAME, "chunk_gated_delta_rule_implementation": "eager"}, device="cpu") as binding:
         found = {each.layout: each for each in check_parity(model)}
         promises = " ".join(binding.receipt.to_dict()["promises"])
     assert "not known to be batch-invariant: " in promises and "chunk_gated_delta_rule:eager (1)" in promises
     assert "would mix them" in found["packed"].why_not and not found["packed"].same_bits
     assert not found["token by token, with a cache"].same_bits
+
+
+def test_activations_of_own_code_keep_values_gradients_and_what_they_are_given():
+    x = torch.randn(3, 37, dtype=torch.float64, requires_grad=True)
+    for function in (torch.sigmoid, F.softplus, F.elu):
+        (found, wanted) = (
+            (y, *torch.autograd.grad(y.square().sum(), x)) for y in (in_whole_vectors(function, x), function(x))
+        )
+        torch.testing.assert_close(found, wanted)
+    given = x.detach().clone()
+    with _Vectors():
+        assert F.elu(given, inplace=True) is given
+
+
+@pytest.mark.thorough
+def test_a_compiled_hybrid_has_the_same_bits_with_graphs_that_end_at_its_gates():
+    model, ids = made("qwen3_next"), torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(3))
+    with bind(model, SAME, device="cpu"):
+        wanted = model(input_ids=ids, use_cache=False).logits
+        assert torch.compile(model, backend="eager")(input_ids=ids, use_cache=False).logits.equal(wanted)
 
 
 def splits_by_the_batch(rows, weight, bias=None):
@@ -96,6 +126,35 @@ def test_a_split_that_depends_on_the_batch_is_named_where_it_happens(monkeypatch
         found = {each.layout: each for each in check_parity(model)}
     named = "model.layers.0.self_attn.q_proj (Linear, linear:fixed_order)"
     assert found["each sequence alone"].first == found["token by token, with a cache"].first == named
+
+
+def adds_up_as_suits_the_batch(x, dim):
+    return x.sum(dim, keepdim=True) if x.shape[0] > 3 else x.flip(dim).cumsum(dim).narrow(dim, -1, 1)
+
+
+def test_a_state_whose_sums_depend_on_the_batch_is_named_by_its_layer(monkeypatch):
+    monkeypatch.setattr("veomni_torch.delta_rule_in_fixed_order.sum_of_halves", adds_up_as_suits_the_batch)
+    model = made("qwen3_next")
+    with bind(model, SAME, device="cpu"):
+        found = {each.layout: each for each in check_parity(model)}
+    assert found["each sequence alone"].same_bits  # the sums of three rows are those of one
+    assert found["in a batch of 21"].first.startswith("model.layers.0.linear_attn.")
+
+
+@pytest.mark.parametrize("name", ["torch_recurrent_gated_delta_rule", "causal_conv1d_update"])
+def test_a_step_of_single_tokens_that_is_not_proven_stays_and_is_named(name, monkeypatch):
+    own = inspect.unwrap(getattr(modeling_qwen3_next, name))
+
+    def doubled(*args, **kwargs):
+        result = own(*args, **kwargs)
+        return (2 * result[0], result[1]) if isinstance(result, tuple) else 2 * result
+
+    monkeypatch.setattr(modeling_qwen3_next, name, doubled)
+    model = made("qwen3_next")
+    with bind(model, SAME, device="cpu"):
+        *others, decoded = check_parity(model)
+    assert all(each.same_bits for each in others)
+    assert decoded.largest > 0 and decoded.first.startswith("model.layers.0.linear_attn.")
 
 
 JOB = """model:

@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from leaves import leaf
 
 from veomni_conformance import check_kernel
+from veomni_core.errors import ConformanceError
 from veomni_ops import causal_conv1d, moe_experts, rms_norm
+from veomni_ops.contract import Size
 from veomni_torch import causal_conv1d as convolutions
 from veomni_torch import cross_entropy_loss as chunked
+from veomni_torch import delta_rule_in_fixed_order as delta_rules
 from veomni_torch import load_balancing_loss as balancing
 from veomni_torch import moe_experts as grouped
 from veomni_torch import rms_norm as norms
@@ -29,6 +32,28 @@ ON_A_GPU = [each for each in CASES if each.values[0].name != "fixed_order"]
 @pytest.mark.parametrize("spec, dtype", CASES)
 def test_conformance(spec, dtype, every_form):
     check_kernel(spec, "cpu", dtype, every_form=every_form).raise_if_failed()
+
+
+@pytest.mark.parametrize(
+    "part, where", [("a sum", "where each row occurs"), ("the state", "after the state before it")]
+)
+def test_a_delta_rule_that_depends_on_what_is_beside_a_token_breaks_its_promise(part, where, monkeypatch):
+    own = delta_rules._over_tokens
+
+    def sums(x, dim):
+        return x.sum(dim, keepdim=True) if x.shape[0] > 6 else x.flip(dim).cumsum(dim).narrow(dim, -1, 1)
+
+    def with_another_state(*args):
+        output, final = own(*args)
+        return output, final * (1 + 1e-6)  # well within the contract's tolerance
+
+    changed = {"a sum": ("sum_of_halves", sums), "the state": ("_over_tokens", with_another_state)}
+    monkeypatch.setattr(delta_rules, *changed[part])
+    [spec] = [each for each in SPECS if (each.op_name, each.name) == ("chunk_gated_delta_rule", "fixed_order")]
+    with pytest.raises(
+        ConformanceError, match=f"promises batch invariance.*{where}|{where}.*promises batch invariance"
+    ):
+        check_kernel(spec, "cpu", "float32", largest=Size.SMALL, every_form=False).raise_if_failed()
 
 
 @pytest.mark.gpu

@@ -26,6 +26,13 @@ MOE = (
     "num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, num_experts: 8, num_experts_per_tok: 2, "
     "initializer_range: 0.2}"
 )
+HYBRID = (
+    "model.config={model_type: qwen3_next, hidden_size: 64, intermediate_size: 64, moe_intermediate_size: 32, "
+    "shared_expert_intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
+    "head_dim: 16, num_experts: 8, num_experts_per_tok: 2, linear_num_key_heads: 2, linear_num_value_heads: 4, "
+    "linear_key_head_dim: 8, linear_value_head_dim: 8, layer_types: [linear_attention, full_attention], "
+    "initializer_range: 0.2}"
+)
 FEW = ("train.steps=4", "train.parity=stop")
 
 
@@ -40,7 +47,7 @@ def differences(run):
 @pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(
     "method, changes",
-    [("grpo", ()), ("rloo", ()), ("grpo", (MOE, "train.grpo.replay_routers=true"))],
+    [("grpo", ()), ("rloo", ()), ("grpo", (MOE, "train.grpo.replay_routers=true")), ("grpo", (HYBRID,))],
 )
 def test_under_batch_invariant_kernels_each_step_logs_a_difference_of_exactly_0(here, go, method, changes):
     go(method, *FEW, *changes, SAME, "train.gradient_accumulation=2")

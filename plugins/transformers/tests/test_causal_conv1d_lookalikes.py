@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -254,3 +256,51 @@ def test_a_package_that_transformers_chose_is_named(monkeypatch):
     assert site.variant == "standard"
     assert site.own == "causal_conv1d.causal_conv1d_interface.their_kernel"
     assert site.evidence.endswith(f"unbound, the model runs {site.own}")
+
+
+def causal_conv1d_update(hidden_states, conv_state, weight, bias=None, activation=None):
+    """The right step of a single token, which each test replaces."""
+    seen = torch.cat([conv_state, hidden_states], dim=-1)
+    conv_state.copy_(seen[..., 1:])
+    out = (seen[..., 1:] * weight).sum(-1, keepdim=True)
+    out = out if bias is None else out + bias[:, None]
+    return (out if activation is None else F.silu(out)).to(hidden_states.dtype)
+
+
+STEP = causal_conv1d_update
+
+
+def of_the_state_alone(hidden_states, conv_state, weight, bias=None, activation=None):
+    return STEP(conv_state[..., -1:], conv_state, weight, bias, activation)
+
+
+def that_leaves_its_state(hidden_states, conv_state, weight, bias=None, activation=None):
+    return STEP(hidden_states, conv_state.clone(), weight, bias, activation)
+
+
+def that_is_another_for_many_channels(hidden_states, conv_state, weight, bias=None, activation=None):
+    factor = 2 if len(weight) > 1000 else 1
+    return factor * STEP(hidden_states, conv_state, weight, bias, activation)
+
+
+class Decoding(Mixer):
+    def forward(self, hidden_states, cache=None):
+        x, weight = self.in_proj(hidden_states).transpose(1, 2), self.conv1d.weight.squeeze(1)
+        if cache is None:
+            return causal_conv1d_fn(x, weight, self.conv1d.bias, activation=self.activation)
+        return causal_conv1d_update(x, cache, weight, self.conv1d.bias, self.activation)
+
+
+@pytest.mark.parametrize(
+    "function, is_proven",
+    [
+        (STEP, True),
+        (of_the_state_alone, False),
+        (that_leaves_its_state, False),
+        (that_is_another_for_many_channels, False),
+    ],
+)
+def test_a_step_of_single_tokens_is_proven_by_its_values_and_its_state(function, is_proven, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "causal_conv1d_update", function)
+    site = site_of(Decoding())
+    assert site.variant == "standard" and ("causal_conv1d_update" in site.detail) == is_proven

@@ -62,6 +62,10 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     yield "gated GELU", lambda: swiglu_mlp.gelu(tensor(64, 8192), tensor(64, 8192))
     for widths in ((128, 128), (256, 256)):
         yield f"delta rule of heads of {widths}", lambda widths=widths: _delta_rule(tensor, *widths)
+        yield (
+            f"delta rule of heads of {widths}, in a fixed order",
+            lambda widths=widths: _delta_rule(tensor, *widths, in_fixed_order=True),
+        )
     yield "scan of heads of (128, 256)", lambda: _scan(tensor, 128, 256)
     yield (
         "convolution along positions",
@@ -75,12 +79,15 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     yield "log-probabilities", lambda: token_logprobs.causal(kept_mib=0)(tensor(64, 256), tensor(4096, 256), labels)[0]
 
 
-def _delta_rule(tensor: Callable[..., Tensor], key_width: int, value_width: int) -> Tensor:
+def _delta_rule(
+    tensor: Callable[..., Tensor], key_width: int, value_width: int, in_fixed_order: bool = False
+) -> Tensor:
     batch, length, heads = 1, 256, 4
     query, key = tensor(batch, length, heads, key_width), tensor(batch, length, heads, key_width)
     value = tensor(batch, length, heads, value_width)
     g, beta = tensor(batch, length, heads, of=torch.float32), tensor(batch, length, heads)
-    return chunk_gated_delta_rule.standard(query, key, value, g, beta, use_qk_l2norm_in_kernel=True)[0]
+    options = {"use_qk_l2norm_in_kernel": True, "in_fixed_order": in_fixed_order}
+    return chunk_gated_delta_rule.standard(query, key, value, g, beta, **options)[0]
 
 
 def _sparse_attention(

@@ -22,16 +22,16 @@ from veomni_triton.chunk_gated_delta_rule.tiles import decays
 from veomni_triton.limits import MAX_HEAD_WIDTH, chunk_gated_delta_rule
 from veomni_triton.plugin import veomni_kernels
 
-SPEC = next(spec for spec in veomni_kernels() if spec.op_name == "chunk_gated_delta_rule")
+SPECS = [spec for spec in veomni_kernels() if spec.op_name == "chunk_gated_delta_rule"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter runs one element after the other.
 SAMPLES = {} if DEVICE == "cuda" else {"largest": Size.SMALL, "every_form": False}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", SPEC.dtypes)
-def test_conformance(dtype):
-    check_kernel(SPEC, DEVICE, dtype, **SAMPLES).raise_if_failed()
+@pytest.mark.parametrize("spec, dtype", [(spec, dtype) for spec in SPECS for dtype in spec.dtypes], ids=str)
+def test_conformance(spec, dtype):
+    check_kernel(spec, DEVICE, dtype, **SAMPLES).raise_if_failed()
 
 
 def drawn(batch=1, length=40, heads=(1, 2), width=16, dtype=torch.float32):
@@ -41,6 +41,23 @@ def drawn(batch=1, length=40, heads=(1, 2), width=16, dtype=torch.float32):
     value = torch.randn(batch, length, value_heads, width, device=DEVICE, dtype=dtype)
     g, beta = -torch.rand(batch, length, value_heads, device=DEVICE), torch.rand(batch, length, value_heads)
     return [x.to(DEVICE).requires_grad_() for x in (query, key, value, g, beta)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_a_fixed_order_a_token_has_the_same_bits_packed_and_one_at_a_time(dtype):
+    inputs, kept = [each.detach() for each in drawn(3, 9, (1, 2), 24, dtype)], {"use_qk_l2norm_in_kernel": True}
+    kept["output_final_state"] = True
+    wanted, final = kernels.standard_in_fixed_order(*inputs, **kept)
+    packed = [each.flatten(0, 1)[None] for each in inputs]
+    bounds = torch.tensor([0, 9, 18, 27], device=DEVICE)
+    found, last = kernels.standard_in_fixed_order(*packed, **kept, cu_seqlens=bounds)
+    assert torch.equal(found.view_as(wanted), wanted) and torch.equal(last, final)
+    state, tokens = None, []
+    for t in range(9):
+        part = [each[2:, t : t + 1] for each in inputs]
+        token, state = kernels.standard_in_fixed_order(*part, **kept, initial_state=state)
+        tokens.append(token)
+    assert torch.equal(torch.cat(tokens, dim=1), wanted[2:]) and torch.equal(state, final[2:])
 
 
 @given(lengths=st.lists(st.integers(0, 150), min_size=1, max_size=6), chunk=st.sampled_from([32, 64]))

@@ -17,10 +17,10 @@ from veomni_triton.plugin import veomni_kernels
 SCRIPT = Path(__file__).with_name("compile_ahead.py")
 CALLS = [
     ("l40s", "float32", "^(?!sparse)", 7),
-    ("l40s", "bfloat16", "^(?!sparse)", 18),
+    ("l40s", "bfloat16", "^(?!sparse)", 20),
     ("h100", "bfloat16", "sparse|^attention", 4),
-    ("b200", "bfloat16", "delta|scan|sparse|^attention", 9),
-    ("mi300x", "bfloat16", "", 20),
+    ("b200", "bfloat16", "delta|scan|sparse|^attention", 11),
+    ("mi300x", "bfloat16", "", 22),
 ]
 
 

@@ -70,10 +70,17 @@ SAME = {
     "token_logprobs_implementation": "triton_fixed_order",
 }
 GPT_OSS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+QWEN3_NEXT = {
+    **{"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+    **{"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "layer_types": ["linear_attention", "full_attention"],
+}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model_type, config", [("llama", {}), ("qwen3_moe", {}), ("gpt_oss", GPT_OSS)])
+@pytest.mark.parametrize(
+    "model_type, config", [("llama", {}), ("qwen3_moe", {}), ("gpt_oss", GPT_OSS), ("qwen3_next", QWEN3_NEXT)]
+)
 def test_every_layout_gives_the_same_bits(model_type, config):
     model = build(model_type, num_experts_per_tok=2, num_local_experts=4, output_router_logits=False, **config)
     model.to(DEVICE)
@@ -81,6 +88,8 @@ def test_every_layout_gives_the_same_bits(model_type, config):
         ran = {str(planned.spec) for planned in binding.plan.kernels}
         found = {each.layout: each for each in check_parity(model)}
     assert {"attention/standard:triton", "linear/standard:triton"} <= ran
+    if model_type == "qwen3_next":
+        assert {"chunk_gated_delta_rule/standard:triton_fixed_order", "causal_conv1d/standard:triton"} <= ran
     if model_type == "gpt_oss":  # whose own code, too, sees no boundaries of packed sequences
         assert not found.pop("packed").same_bits
     assert [each for each in found.values() if not each.same_bits] == []

@@ -87,9 +87,10 @@ def _beside_others(subject: Subject, position: Position, row: int) -> str | None
 
 
 def _of_two_calls(subject: Subject, alike: Alike) -> str | None:
-    one, other = (
-        part(_results(subject, copy_of(call))[0]) for call, part in zip(alike.calls, alike.parts, strict=True)
-    )
+    first, then = alike.calls
+    results = _results(subject, copy_of(first))
+    second = _results(subject, copy_of(then if isinstance(then, Sample) else then(results)))
+    one, other = (part(each[0]) for part, each in zip(alike.parts, (results, second), strict=True))
     return None if same(one, other) else _OTHER_BITS
 
 

@@ -130,6 +130,7 @@ OPS: tuple[OpSpec, ...] = (
         follows_autocast=True,
         published={
             "torch": "veomni-torch",
+            "fixed_order": "veomni-torch",
             "triton": "veomni-triton",
             "fla": "veomni-fla",
             "causal_conv1d": "veomni-fla",
@@ -177,7 +178,9 @@ OPS: tuple[OpSpec, ...] = (
         description="the gated delta rule of linear attention, over a whole sequence",
         published={
             "chunked_delta": "veomni-torch",
+            "fixed_order": "veomni-torch",
             "triton": "veomni-triton",
+            "triton_fixed_order": "veomni-triton",
             "fla": "veomni-fla",
             "fla_tilelang": "veomni-fla",
             "flash_qla": "veomni-fla",
@@ -191,7 +194,7 @@ OPS: tuple[OpSpec, ...] = (
         contract="veomni_ops.kda:CONTRACTS",
         reads_boundaries=True,
         description="Kimi's delta attention, over a whole sequence",
-        published={"chunked_kda": "veomni-torch", "fla": "veomni-fla"},
+        published={"chunked_kda": "veomni-torch", "fixed_order": "veomni-torch", "fla": "veomni-fla"},
     ),
     OpSpec(
         name="mamba2_scan",

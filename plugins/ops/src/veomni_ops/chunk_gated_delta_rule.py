@@ -2,7 +2,7 @@
 
 The call is that of flash-linear-attention's function of this name, as transformers' models make it. A site's ``sizes``:
 ``key_heads``, ``value_heads``, ``key_width`` and ``value_width``, where the model states them. Tokens that are decoded
-one at a time go through the model's own recurrent function, which is not this op.
+one at a time go through the model's own recurrent function; a batch-invariant kernel takes its place, with one token.
 
 Keys or values wider than 128 are the feature ``wide_heads``: a kernel may have room for a state of 128 by 128 alone.
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from veomni_ops.contract import Contract
 from veomni_ops.delta_recurrence import Bounds, check_inputs, over_tokens
-from veomni_ops.delta_rule_samples import GRADIENTS, RANGES, VALUES, DeltaRuleSamples, present
+from veomni_ops.delta_rule_samples import GRADIENTS, RANGES, VALUES, DeltaRuleSamples, alike, present
 
 
 def standard(
@@ -116,6 +116,7 @@ CONTRACTS = {
         primary=present,
         # The boundaries of packed sequences are not one per row. Named here, they leave packed calls without rows.
         rows=("query", "key", "value", "g", "beta", "initial_state", "cu_seqlens"),
+        alike=alike,
         ranges=RANGES,
     ),
 }

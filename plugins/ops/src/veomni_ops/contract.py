@@ -80,7 +80,7 @@ class Alike:
 
     Args:
         words: what the calls are, for messages: ``where its second sequence is alone``.
-        calls: the two.
+        calls: the two; the second may be made of the first one's results, as what goes on from a state.
         parts: what each of their first results has in common with the other's.
 
     Example:
@@ -92,7 +92,7 @@ class Alike:
     """
 
     words: str
-    calls: tuple[Sample, Sample]
+    calls: tuple[Sample, Sample | Callable[[tuple[Tensor, ...]], Sample]]
     parts: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 

@@ -6,15 +6,16 @@ Both ops have the same ones. They differ in the decay: one number per token and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from veomni_ops.combinations import CONTIGUOUS, EVERY_OTHER, laid_out, together
-from veomni_ops.contract import Draw, Sample, Tolerance, as_tensors, leaf
+from veomni_ops.contract import Alike, Draw, Sample, Tolerance, as_tensors, leaf
 from veomni_ops.memory_places import alone
 
 # A feature: keys or values wider than 128. A kernel may have room for a state of 128 by 128 alone.
@@ -206,6 +207,57 @@ class DeltaRuleSamples:
 
     def _of_decay(self, heads: int, key_width: int) -> tuple[int, ...]:
         return (heads, key_width) if self.per_channel else (heads,)
+
+
+def alike(sample: Sample, features: Collection[str]) -> Iterator[Alike]:
+    """Other layouts of rows: cut off, packed, padded on the left, and with the last token after the state before it.
+
+    Example:
+        >>> sample = next(DeltaRuleSamples(per_channel=False).small(torch.device("cpu"), torch.float32))
+        >>> [each.words for each in alike(sample, ())][:2]
+        ['where later tokens are cut off', 'where its rows are packed']
+    """
+    options = dict(sample.kwargs)
+    batch, length = sample.args[0].shape[:2]
+    if options.get("cu_seqlens") is not None or length < 2 or not batch:
+        return
+    inputs, initial = [each.detach() for each in sample.args], options.pop("initial_state", None)
+    states = {} if initial is None else {"initial_state": initial.detach()}
+
+    def call(changed: Iterable[Tensor], **others: Any) -> Sample:
+        return replace(sample, args=tuple(changed), kwargs={**options, **states, **others})
+
+    def packed(parts: Sequence[Sequence[Tensor]], **others: Any) -> Sample:
+        """The rows of each part, one behind the other, in one row."""
+        lengths = [part[0].shape[1] for part in parts for _ in range(batch)]
+        joined = (torch.cat([each.flatten(0, 1) for each in same])[None] for same in zip(*parts, strict=True))
+        given = {name: torch.cat([state] * len(parts)) for name, state in states.items()}
+        bounds = _bounds_at(inputs[0].device, *accumulate(lengths))
+        return call(joined, cu_seqlens=bounds, **given, **others)
+
+    whole, cut = call(inputs), max(length // 2, 1)
+    half = call(each[:, :cut] for each in inputs)
+    yield Alike("where later tokens are cut off", (whole, half), (lambda y: y[:, :cut], lambda y: y))
+    yield Alike(
+        "where its rows are packed",
+        (whole, packed([inputs])),
+        (lambda y: y, lambda y: y.view(batch, length, *y.shape[2:])),
+    )
+    if initial is None:
+        q, k, v, *gates = inputs
+        before = [torch.zeros_like(each[:, :cut]) for each in (q, k, v)] + [each[:, -cut:] for each in gates]
+        longer = [torch.cat(each, dim=1) for each in zip(before, inputs, strict=True)]
+        yield Alike("where it is padded with zeros", (whole, call(longer)), (lambda y: y, lambda y: y[:, cut:]))
+    at = length - 1
+    both = packed([[each[:, :at] for each in inputs], inputs], output_final_state=True)
+
+    def last(results: tuple[Tensor, ...]) -> Sample:
+        return call((each[:, at:] for each in inputs), initial_state=results[1][:batch])
+
+    words = "where its last token comes after the state before it"
+    yield Alike(
+        words, (both, last), (lambda y: y[0, batch * at :].view(batch, length, *y.shape[2:])[:, at:], lambda y: y)
+    )
 
 
 def _state(draw: Draw, sequences: int, heads: int = 2, key_width: int = 8, value_width: int = 8) -> Tensor:

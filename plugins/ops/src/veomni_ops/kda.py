@@ -15,7 +15,7 @@ from torch import Tensor
 
 from veomni_ops.contract import Contract
 from veomni_ops.delta_recurrence import Bounds, check_inputs, over_tokens
-from veomni_ops.delta_rule_samples import GRADIENTS, RANGES, VALUES, DeltaRuleSamples, present
+from veomni_ops.delta_rule_samples import GRADIENTS, RANGES, VALUES, DeltaRuleSamples, alike, present
 
 
 def standard(
@@ -116,6 +116,7 @@ CONTRACTS = {
         primary=present,
         # The boundaries of packed sequences are not one per row. Named here, they leave packed calls without rows.
         rows=("query", "key", "value", "g", "beta", "initial_state", "cu_seqlens"),
+        alike=alike,
         ranges=RANGES,
     ),
 }

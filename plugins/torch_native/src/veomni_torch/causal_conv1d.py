@@ -134,7 +134,7 @@ class _Convolution:
 
     def _add(self, total: Tensor, values: Tensor, tap: Tensor, other: Tensor | None) -> None:
         if other is None:
-            total.addcmul_(values, tap)
+            total.add_(values * tap)  # rounded before the sum, as below; addcmul_ does not
         else:  # not a product with zeros: a NaN of one sequence must not reach the next
             total.add_((values * tap).masked_fill_(other, 0.0))
 

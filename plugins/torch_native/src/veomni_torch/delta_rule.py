@@ -42,18 +42,22 @@ def in_chunks(
     The arguments are those of the ops, with ``g`` of either, and what ``check_call`` says of the boundaries.
     """
     per_channel = g.dim() == value.dim()
-    # It would end in a failed look-up of TorchScript's.
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        op = "kda" if per_channel else "chunk_gated_delta_rule"
-        raise RuntimeError(
-            f"torch.jit.trace can't record the kernel of {op}, which goes from chunk to chunk in place: choose eager "
-            f"for {op}, undo the binding before the trace, or call torch.export.export"
-        )
+    refuse_traces(per_channel)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     chunks = cut(query.shape[1], bounds, query.device)
     wide = compute_dtype(query)
     options = Options(chunks, scale, per_channel, use_qk_l2norm_in_kernel, output_final_state, wide)
     return _DeltaRule.apply(query, key, value, g, beta, initial_state, options)  # type: ignore[no-any-return]
+
+
+def refuse_traces(per_channel: bool) -> None:
+    """Raise where ``torch.jit.trace`` records: it would end in a failed look-up of TorchScript's, or fix the length."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        op = "kda" if per_channel else "chunk_gated_delta_rule"
+        raise RuntimeError(
+            f"torch.jit.trace can't record the kernel of {op}, which goes over time in place: choose eager "
+            f"for {op}, undo the binding before the trace, or call torch.export.export"
+        )
 
 
 class _DeltaRule(Function):

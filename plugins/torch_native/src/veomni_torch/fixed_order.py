@@ -32,6 +32,19 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
+def sum_of_halves(x: Tensor, dim: int) -> Tensor:
+    """The sum over ``dim``, which stays with size 1: of its halves, added up element by element, on any device."""
+    missing = (1 << max(0, x.shape[dim] - 1).bit_length()) - x.shape[dim]
+    if missing:
+        shape = list(x.shape)
+        shape[dim] = missing
+        x = torch.cat((x, x.new_zeros(shape)), dim)
+    while x.shape[dim] > 1:
+        one, other = x.chunk(2, dim)
+        x = one + other
+    return x
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """``1 / (1 + exp(-x))`` in x's dtype; elsewhere than on CPUs, torch's own."""
     if x.device.type != "cpu":

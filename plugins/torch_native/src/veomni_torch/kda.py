@@ -1,11 +1,15 @@
-"""Kimi delta attention in plain PyTorch, chunk by chunk."""
+"""Kimi delta attention in plain PyTorch, chunk by chunk, and token by token in a fixed order."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
 from veomni_ops.kda import check_call
 from veomni_torch.delta_rule import in_chunks
+from veomni_torch.delta_rule_in_fixed_order import in_fixed_order
 
 
 def standard(
@@ -19,6 +23,8 @@ def standard(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    rule: Callable[..., tuple[Tensor, Tensor | None]] = in_chunks,
 ) -> tuple[Tensor, Tensor | None]:
     """The output ``[B, S, HV, V]`` in query's dtype, and the final states ``[N, HV, K, V]`` in float32 or ``None``.
 
@@ -30,4 +36,7 @@ def standard(
     """
     bounds = check_call(query, key, value, g, beta, initial_state, cu_seqlens)
     options = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, bounds)
-    return in_chunks(query, key, value, g, beta, *options)
+    return rule(query, key, value, g, beta, *options)
+
+
+standard_in_fixed_order = partial(standard, rule=in_fixed_order)

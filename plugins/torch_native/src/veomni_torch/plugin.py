@@ -66,6 +66,14 @@ def veomni_kernels() -> list[KernelSpec]:
         ),
         *_in_fixed_order("rms_norm", norms, "rms_norm:{variant}"),
         *_in_fixed_order("rms_norm_gated", ("standard", "sigmoid", "gate_first"), "rms_norm_gated:{variant}"),
+        *_in_fixed_order("causal_conv1d", ("standard",), "causal_conv1d:{variant}", ("any_width",)),
+        *(
+            each
+            for op_name in ("chunk_gated_delta_rule", "kda")
+            for each in _in_fixed_order(
+                op_name, ("standard",), f"{op_name}:{{variant}}_in_fixed_order", ("wide_heads",)
+            )
+        ),
         *_in_fixed_order("moe_experts", ("standard", "clamped"), "moe_experts:{variant}_in_fixed_order"),
         *_in_fixed_order(
             "token_logprobs",

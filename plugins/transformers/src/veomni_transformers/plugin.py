@@ -92,6 +92,7 @@ def veomni_model_rules() -> list[ModelRule]:
         ModelRule("packed steps", "veomni_transformers.packed.packed_steps:PackedSteps"),
         ModelRule("steps of sparse attention", "veomni_transformers.sparse_attention.steps:SparseSteps", order=60),
         ModelRule("three rows of positions", "veomni_transformers.packed.three_rows:ThreeRows", order=60),
+        ModelRule("whole vectors", "veomni_transformers.whole_vectors:WholeVectors", order=70),
         ModelRule("every tower", "veomni_transformers.towers.every_tower:EveryTowerRule", order=60),
     ]
 

@@ -104,6 +104,19 @@ def veomni_kernels() -> list[KernelSpec]:
             features=("wide_heads",),
         ),
         KernelSpec(
+            name="triton_fixed_order",
+            op_name="chunk_gated_delta_rule",
+            variant="standard",
+            factory="veomni_triton.chunk_gated_delta_rule:standard_in_fixed_order",
+            hardware=_MATRIX_UNITS,
+            suspicions=_NEVER_RUN,
+            description="batch-invariant: token by token, with the state in registers; triton's backward",
+            preference=0,  # on request: slower
+            can_run="veomni_triton.limits:chunk_gated_delta_rule",
+            features=("wide_heads",),
+            batch_invariant=True,
+        ),
+        KernelSpec(
             name="triton",
             op_name="mamba2_scan",
             variant="standard",

@@ -52,6 +52,35 @@ def of(function: Function, width: int, home: str) -> Proof:
     return if_every_branch_ran(Proof("standard", evidence, needs=needs), f"{function.__name__} is standard", branches)
 
 
+def why_not_step(function: Function, width: int) -> str:
+    """Why ``function`` doesn't convolve a token after a state and move that on, or empty; otherwise as :func:`of`."""
+    own = written(function)
+    reading = read_function(own)
+    if reading.doubts:
+        return reading.doubts[0]
+    branches = Branches(reading.codes, frozenset(), inspect.unwrap(own), is_helper=True)  # type: ignore[arg-type]
+    for low, bias, activation in product((False, True), (False, True), (None, "silu")):
+        dtype, bound = (torch.bfloat16, _CONTRACT.values["bfloat16"].norm) if low else (torch.float32, 1e-5)
+        x, state = (probe.random(2, 5, length, dtype=dtype) for length in (1, width))
+        weights = [probe.random(*shape, dtype=dtype) for shape in ((5, width), (5,))[: 1 + bias]]
+        seen = torch.cat((state, x), dim=-1)
+        wanted = _CONTRACT.reference(seen.double(), *(each.double() for each in weights), activation=activation)[
+            ..., -1:
+        ]
+        found, error = probe.attempt(
+            partial(branches.run_call, own, x, state, weights[0], weights[1] if bias else None, activation)
+        )
+        if error:
+            return error
+        if not isinstance(found, Tensor) or found.shape != x.shape or found.dtype != dtype:
+            return "it returns no tensor like x"
+        if not state.equal(seen[..., 1:]):
+            return "it leaves another state"
+        if float((found.double() - wanted).norm()) > bound * float(wanted.norm()):
+            return "it gives other values"
+    return branches.never_run()
+
+
 def _calls(widths: Collection[int]) -> Iterator[tuple[tuple[Tensor, ...], str | None]]:
     """Arguments of each width, with a bias and without, of many positions and of one, of small values and large."""
     sizes = ((2, 5, 11, 1.0), (1, 3, 1, 1.0), (2, 4, 70, 100.0), (1, 3, 9, 1e6))

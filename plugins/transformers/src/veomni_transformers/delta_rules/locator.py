@@ -3,6 +3,9 @@
 The function is a global that the layer's forward names, as in transformers 5.23, or an attribute that the layer's
 ``__init__`` sets, as in 5.2. Either may be the modeling file's own code, or a package's that transformers found. The
 file's own code is what is proven; the site says what the model has chosen.
+
+A kernel that promises batch invariance also takes the place of the function for single tokens, where that is proven
+too: a token that is decoded then has the bits that it has in training.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from veomni_transformers.proving.reachable_code import instructions, nested_code
 
 _HEADS, _WIDTHS = ("key_heads", "value_heads"), ("key_width", "value_width")
 _GLOBALS, _ATTRIBUTES = ("LOAD_GLOBAL", "LOAD_NAME"), ("LOAD_ATTR", "LOAD_METHOD")
+_FUNCTION, _STEP = "function", "step"  # in a site's detail
 _BOUNDARIES = "cu_seqlens"  # how a package's function is told of them
 
 
@@ -56,15 +60,18 @@ class DeltaRules(ReadsForward):
     Attributes:
         op_name: the op.
         called: what the function's name must match.
+        steps: what that of the function for single tokens must match.
         stated_as: the attribute of a layer that states each size of a site.
     """
 
     op_name: ClassVar[str]
     called: ClassVar[re.Pattern[str]]
+    steps: ClassVar[re.Pattern[str]]
     stated_as: ClassVar[Mapping[str, str]]
 
     def find(self, model: nn.Module, rule: str) -> Iterable[Site]:
         proofs: ProvenOnce[Proof] = ProvenOnce()
+        steps = {place.path: place for place in _places(model, self.steps) if place.held_as == _FUNCTION}
         for place in _places(model, self.called):
             home = type(place.module).__module__
             if place.why_not:
@@ -76,7 +83,15 @@ class DeltaRules(ReadsForward):
             sizes = _sizes(place.module, self.stated_as)
             own = chosen(place.function, home)
             untold = own != EAGER and not _names(current_forward(place.module), _BOUNDARIES)
-            detail = {place.held_as: place.name, **({"untold": _BOUNDARIES} if untold else {})}
+            step = steps.get(place.path) if place.held_as == _FUNCTION and proof.variant is not None else None
+            if step is not None:
+                prove_step = partial(prove, self.op_name, step.name, step.function, home, is_step=True)
+                step = step if proofs.of((step.function, home), prove_step).variant == proof.variant else None
+            detail = {
+                place.held_as: place.name,
+                **({"untold": _BOUNDARIES} if untold else {}),
+                **({_STEP: step.name} if step else {}),
+            }
             proof = replace(proof, detail=detail, needs=_needs(sizes))
             yield proof.site(
                 self.op_name,
@@ -95,7 +110,11 @@ class DeltaRules(ReadsForward):
         module, call = model.get_submodule(site.path), delta_rule_call(kernel)
         if "attribute" in site.detail:
             return [PropertyChange(module, site.detail["attribute"], call)]
-        return replaced(module, site.detail["function"], call)
+        names = [
+            site.detail[_FUNCTION],
+            *([site.detail[_STEP]] if _STEP in site.detail and spec.batch_invariant else []),
+        ]
+        return replaced(module, names, call)
 
 
 class GatedDeltaRules(DeltaRules):
@@ -103,6 +122,7 @@ class GatedDeltaRules(DeltaRules):
 
     op_name = "chunk_gated_delta_rule"
     called = re.compile(r"chunk_gated_delta_rule$")
+    steps = re.compile(r"recurrent_gated_delta_rule$")
     stated_as: ClassVar[Mapping[str, str]] = {
         "key_heads": "num_k_heads",
         "value_heads": "num_v_heads",
@@ -116,6 +136,7 @@ class KimiDeltaAttention(DeltaRules):
 
     op_name = "kda"
     called = re.compile(r"chunk_(kda|kimi_delta_attention)$")
+    steps = re.compile(r"recurrent_(kda|kimi_delta_attention)$")
     stated_as: ClassVar[Mapping[str, str]] = {
         "key_heads": "num_heads",
         "value_heads": "num_heads",
@@ -129,7 +150,7 @@ def _places(model: nn.Module, called: re.Pattern[str]) -> Iterator[_Place]:
         for name, function in caller.functions.items():
             # An attribute that the code reads may have the name of a global, which then is not what it calls.
             if callable(function) and name in _loaded(caller.forward, _GLOBALS):
-                yield _Place(caller.path, caller.module, name, function, "function", caller.why_not)
+                yield _Place(caller.path, caller.module, name, function, _FUNCTION, caller.why_not)
     for path, module in named_modules(model):
         held = {name: value for name, value in vars(module).items() if callable(value) and called.search(name)}
         for name in sorted(held.keys() & _loaded(current_forward(module), _ATTRIBUTES)) if held else ():

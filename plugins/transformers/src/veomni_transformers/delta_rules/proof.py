@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from types import FunctionType
 from typing import Any
 
@@ -30,8 +31,12 @@ _DECAY, _STRONG_DECAY = 0.3, 4.0
 _CONTRACTS = {each.op_name: each for module in (chunk_gated_delta_rule, kda) for each in module.CONTRACTS.values()}
 
 
-def prove(op_name: str, name: str, function: Any, home: str) -> Proof:
-    """Whether ``function``, which a module of the modeling file ``home`` calls ``name``, computes the op."""
+def prove(op_name: str, name: str, function: Any, home: str, is_step: bool = False) -> Proof:
+    """Whether ``function``, which a module of the modeling file ``home`` calls ``name``, computes the op.
+
+    Args:
+        is_step: whether it is the function for single tokens, after a state.
+    """
     runs, own = chosen(function, home), written(function)
     if is_of_a_package(own):  # the file has a function to fall back to
         own = getattr(sys.modules.get(home), f"torch_{name}", None)
@@ -42,11 +47,14 @@ def prove(op_name: str, name: str, function: Any, home: str) -> Proof:
         return Proof(None, reading.doubts[0])
     with probe.seeded():
         return first_fit(
-            _candidates(_CONTRACTS[op_name], own, reading, runs), f"{own.__name__} takes none of the op's calls"
+            _candidates(_CONTRACTS[op_name], own, reading, runs, _STEPS if is_step else _CALLS),
+            f"{own.__name__} takes none of the op's calls",
         )
 
 
-def _candidates(contract: Contract, function: FunctionType, reading: Reading, runs: str) -> Iterator[Candidate]:
+def _candidates(
+    contract: Contract, function: FunctionType, reading: Reading, runs: str, calls: Iterable[_Call]
+) -> Iterator[Candidate]:
     evidence = f"{function.__name__} gave the reference's values and gradients in each of its calls"
     if runs != EAGER:
         evidence += f"; in its place the model would run {runs}"
@@ -55,7 +63,7 @@ def _candidates(contract: Contract, function: FunctionType, reading: Reading, ru
     forms: list[Function] = [function]
     if capturing:
         forms.append(with_globals(function, dict.fromkeys(capturing, lambda: True)))
-    miss = max(_miss(contract, branches, form, call) for form in forms for call in _CALLS)
+    miss = max(_miss(contract, branches, form, call) for form, call in product(forms, calls))
     yield Candidate(f"{function.__name__} is standard", miss, Proof("standard", evidence), branches)
 
 
@@ -102,6 +110,14 @@ _CALLS = (
     _Call(1, 70, has_state=True, options=_BOTH, dtype=torch.bfloat16),
     _Call(1, 9, heads=(1, 2), options=_NORMED, optional=True),
     _Call(1, 21, options={**_BOTH, "chunk_size": 16}, optional=True),
+)
+_STEPS = (
+    _Call(2, 1, has_state=True, options=_BOTH),
+    _Call(1, 1, widths=(7, 5), has_state=True, options={"output_final_state": False}),
+    _Call(1, 1, decay=_STRONG_DECAY, has_state=True, options={"output_final_state": True}),
+    _Call(1, 1, has_state=True, options=_BOTH, dtype=torch.bfloat16),
+    _Call(2, 1, options={**_BOTH, "initial_state": None}),
+    _Call(1, 1, heads=(1, 2), has_state=True, options=_BOTH, optional=True),
 )
 
 

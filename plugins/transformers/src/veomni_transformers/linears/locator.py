@@ -1,15 +1,11 @@
 """linear sites: torch's linear modules, and modules that multiply by a weight of their own, as routers do.
 
-The latter call ``F.linear``. Their forward is cloned, and its clone sees a namespace whose ``linear`` is the kernel. On
-a CPU, for a batch-invariant kernel, the clone runs on as many rows in each call: torch's sigmoid in a router has other
-bits where a thread's elements end.
+The latter call ``F.linear``. Their forward is cloned, and its clone sees a namespace whose ``linear`` is the kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -32,7 +28,7 @@ from veomni_transformers.proving.proof import Proof
 
 _FUNCTIONAL = "F"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # quantised weights are multiplied otherwise
-_ROWS = 32  # a multiple of what a vector of a CPU holds
+_PROVEN = Proof("standard", "its own code, with the reference as its only product, gave its values")
 _TOKENS, _SMALL = 11, (37, 23)  # of the linear on which torch's forward is run
 
 
@@ -70,9 +66,7 @@ class LinearModules(ModuleLocator):
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module = model.get_submodule(site.path)
-        forward = _of_linear(kernel) if _is_torchs(module) else _cloned(module, kernel)
-        by_rows = spec.batch_invariant and site.detail.get("by_rows", False)
-        yield ForwardChange(module, _in_tiles(forward) if by_rows else forward)
+        yield ForwardChange(module, _of_linear(kernel) if _is_torchs(module) else _cloned(module, kernel))
 
 
 def _is_torchs(module: nn.Module) -> bool:
@@ -106,23 +100,6 @@ def _cloned(module: nn.Module, kernel: Kernel) -> Callable[..., Any]:
     return with_globals(type(module).forward, {_FUNCTIONAL: functional})
 
 
-def _in_tiles(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward``, whose results have a row for each of its input's, on tiles of :data:`_ROWS` rows on a CPU."""
-
-    def in_tiles(self: Any, hidden_states: Tensor) -> Any:
-        if hidden_states.device.type != "cpu":
-            return forward(self, hidden_states)
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        count = len(rows)
-        tiles = F.pad(rows, (0, 0, 0, max(-count % _ROWS, 0 if count else _ROWS))).split(_ROWS)
-        parts = [forward(self, tile) for tile in tiles]
-        if isinstance(parts[0], Tensor):
-            return torch.cat(parts)[:count]
-        return tuple(torch.cat(each)[:count] for each in zip(*parts, strict=True))
-
-    return in_tiles
-
-
 def _prove_torchs(module: nn.Module) -> Proof:
     with probe.seeded():
         linear: Any = probe.bare_copy(module)
@@ -140,13 +117,8 @@ def _prove_own(module: nn.Module) -> Proof:
     """Run the module's own code in both modes, and its clone with the reference, which must be what multiplied."""
     if why_not := why_not_clonable(type(module).forward, [_FUNCTIONAL]):
         return Proof(None, why_not)
-    by_rows = []
-    for training in (False, True):
-        proof = _prove_own_once(module, training)
-        if proof.variant is None:
-            return proof
-        by_rows.append(proof.detail["by_rows"])
-    return replace(proof, detail={"by_rows": all(by_rows)})
+    proofs = [_prove_own_once(module, training) for training in (False, True)]
+    return next((each for each in proofs if each.variant is None), _PROVEN)
 
 
 def _prove_own_once(module: nn.Module, training: bool) -> Proof:
@@ -164,28 +136,16 @@ def _prove_own_once(module: nn.Module, training: bool) -> Proof:
             vars(twin)[kind].update({n: None if t is None else nn.Parameter(t) for n, t in drawn.items()})
         weight: Any = module.weight
         x = probe.random(_TOKENS, weight.shape[1])
-        forward, by_rows = type(module).forward, _in_tiles(type(module).forward)
-        own, why_not = probe.attempt(lambda: forward(twin, x))
+        own, why_not = probe.attempt(lambda: type(module).forward(twin, x))
         cloned, why_not_cloned = probe.attempt(lambda: _cloned(module, reference)(twin, x))
-        tiled = [probe.attempt(partial(_both, forward, by_rows, twin, each)) for each in (x, x[None])]
-    if why_not or why_not_cloned:
-        return Proof(None, f"it raised when it was run alone: {why_not or why_not_cloned}", examined=False)
-    if calls != [weight.shape]:
-        return Proof(None, f"it multiplies {len(calls)} times, expected once, by its weight")
-    pairs = zip(_tensors(own), _tensors(cloned), strict=True)
-    if not all(a.equal(b) for a, b in pairs):
-        return Proof(None, "with its product in the reference's place it gives other values")
-    evidence = "its own code, with the reference as its only product, gave its values"
-    return Proof("standard", evidence, {"by_rows": all(not why and _close(*both) for both, why in tiled)})
-
-
-def _both(one: Callable[..., Any], other: Callable[..., Any], twin: nn.Module, x: Tensor) -> tuple[Any, Any]:
-    return one(twin, x), other(twin, x)
-
-
-def _close(a: Any, b: Any) -> bool:
-    pairs = list(zip(_tensors(a), _tensors(b), strict=False))
-    return bool(pairs) and all(x.shape == y.shape and torch.allclose(x, y, rtol=1e-4, atol=1e-6) for x, y in pairs)
+        if why_not or why_not_cloned:
+            return Proof(None, f"it raised when it was run alone: {why_not or why_not_cloned}", examined=False)
+        if calls != [weight.shape]:
+            return Proof(None, f"it multiplies {len(calls)} times, expected once, by its weight")
+        pairs = zip(_tensors(own), _tensors(cloned), strict=True)
+        if not all(a.equal(b) for a, b in pairs):
+            return Proof(None, "with its product in the reference's place it gives other values")
+    return _PROVEN
 
 
 def _tensors(results: Any) -> list[Tensor]:

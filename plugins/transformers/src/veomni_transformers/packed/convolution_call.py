@@ -33,6 +33,23 @@ def for_packed_calls(kernel: Kernel) -> Kernel:
     return causal_conv1d_fn
 
 
+def for_single_tokens(kernel: Kernel) -> Kernel:
+    """``kernel`` with the signature of transformers' ``causal_conv1d_update``, which moves ``conv_state`` on."""
+
+    def causal_conv1d_update(
+        hidden_states: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Any:
+        seen = torch.cat((conv_state, hidden_states), dim=-1)
+        conv_state.copy_(seen[..., -conv_state.shape[-1] :])
+        return kernel(seen, weight, bias, activation=activation)[..., -hidden_states.shape[-1] :]
+
+    return causal_conv1d_update
+
+
 def sequence_numbers(boundaries: Tensor, x: Tensor, op_name: str = "causal_conv1d") -> Tensor:
     """``seq_idx`` ``[1, S]`` of the sequences that begin and end at ``boundaries``, packed in ``x`` ``[1, C, S]``.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ def callers(model: nn.Module, is_wanted: Callable[[str], Any]) -> Iterator[Calle
             yield Caller(path, module, forward, functions, own or why_not_clonable(forward, functions))
 
 
-def replaced(module: nn.Module, name: str, kernel: Kernel) -> Iterator[Change]:
-    """The change by which ``module`` calls ``kernel`` where its forward names the function ``name``."""
-    yield ForwardChange(module, with_globals(current_forward(module), {name: kernel}))
+def replaced(module: nn.Module, names: str | Iterable[str], kernel: Kernel) -> Iterator[Change]:
+    """The change by which ``module`` calls ``kernel`` where its forward names one of the functions ``names``."""
+    names = (names,) if isinstance(names, str) else names
+    yield ForwardChange(module, with_globals(current_forward(module), dict.fromkeys(names, kernel)))

@@ -6,10 +6,14 @@ memory: they are multiplied as they are, and their norms go into the other facto
 
 Every sum has a fixed order. Products take operands of the inputs' dtype and add up in float32; with float32 inputs an
 operand is two numbers of TF32.
+
+In a fixed order, forward goes from token to token (:mod:`veomni_triton.chunk_gated_delta_rule.recurrence`) instead, and
+backward is the same.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +41,8 @@ def standard(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    in_fixed_order: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The output ``[B, S, HV, V]`` in query's dtype, and the final states ``[N, HV, K, V]`` in float32 or ``None``.
 
@@ -65,8 +71,12 @@ def standard(
         scale,
         use_qk_l2norm_in_kernel,
         output_final_state,
+        in_fixed_order,
     )
     return output, final if output_final_state else None
+
+
+standard_in_fixed_order = partial(standard, in_fixed_order=True)
 
 
 class _DeltaRule(Function):
@@ -84,9 +94,11 @@ class _DeltaRule(Function):
         scale: float,
         normed: bool,
         keeps_final: bool,
+        in_fixed_order: bool,
     ) -> tuple[Tensor, Tensor]:
         inputs = (query, key, value, g, beta, initial_state)
-        output, final, chunks, spans = chunk_gated_delta_rule_forward(*inputs, cu_seqlens, scale, normed, keeps_final)
+        settings = (scale, normed, keeps_final, in_fixed_order)
+        output, final, chunks, spans = chunk_gated_delta_rule_forward(*inputs, cu_seqlens, *settings)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, chunks, spans)
         ctx.settings, ctx.keeps_final = (scale, normed), keeps_final
@@ -100,9 +112,9 @@ class _DeltaRule(Function):
     def backward(ctx: Any, doutput: Tensor | None, dfinal: Tensor | None = None) -> tuple[Tensor | None, ...]:
         dfinal = dfinal if ctx.keeps_final else None
         if doutput is None and dfinal is None:
-            return (None,) * 10
+            return (None,) * 11
         wants_initial = ctx.needs_input_grad[5]
         gradients = chunk_gated_delta_rule_gradients(doutput, dfinal, *ctx.saved_tensors, *ctx.settings, wants_initial)
         dinitial = gradients[5] if wants_initial else None
         wanted = (x if is_wanted else None for x, is_wanted in zip(gradients, ctx.needs_input_grad[:5], strict=False))
-        return *wanted, dinitial, None, None, None, None
+        return *wanted, dinitial, None, None, None, None, None

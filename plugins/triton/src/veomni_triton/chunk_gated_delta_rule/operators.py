@@ -15,13 +15,14 @@ from veomni_triton.chunk_gated_delta_rule.call import Call, token_rows
 from veomni_triton.chunk_gated_delta_rule.chunks import most_chunks, tables, tables_of_rows
 from veomni_triton.chunk_gated_delta_rule.forward import corrected, write_outputs
 from veomni_triton.chunk_gated_delta_rule.launch import chunk_length
+from veomni_triton.chunk_gated_delta_rule.recurrence import write_in_order
 
 _NAMESPACE = "veomni_triton"
 _LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor? initial_state"
 _LIBRARY.define(
-    f"chunk_gated_delta_rule_forward({_INPUTS}, Tensor? cu_seqlens, float scale, bool normed, bool keeps_final)"
-    " -> (Tensor output, Tensor final, Tensor chunks, Tensor spans)"
+    f"chunk_gated_delta_rule_forward({_INPUTS}, Tensor? cu_seqlens, float scale, bool normed, bool keeps_final,"
+    " bool in_fixed_order) -> (Tensor output, Tensor final, Tensor chunks, Tensor spans)"
 )
 _LIBRARY.define(
     f"chunk_gated_delta_rule_gradients(Tensor? doutput, Tensor? dfinal, {_INPUTS}, Tensor chunks, Tensor spans,"
@@ -40,6 +41,7 @@ def _forward(
     scale: float,
     normed: bool,
     keeps_final: bool,
+    in_fixed_order: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The outputs; the final states, or an empty tensor; and the tables of chunks, for backward."""
     bounds = check_call(query, key, value, g, beta, initial_state, cu_seqlens)
@@ -54,6 +56,9 @@ def _forward(
     call = Call.of((query, key, value, g, beta), chunks, spans, scale, normed)
     initial = None if initial_state is None else initial_state.contiguous()
     with torch.cuda.device_of(query):
+        if in_fixed_order:
+            write_in_order(call, initial, final if keeps_final else None, output)
+            return output, final, chunks, spans
         corrections = corrected(call, initial, final if keeps_final else None, keeps_inverse=False)
         if len(chunks):
             write_outputs(call, corrections, output)
@@ -109,6 +114,7 @@ def _results_like(
     scale: float,
     normed: bool,
     keeps_final: bool,
+    in_fixed_order: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, length = query.shape[:2]
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
