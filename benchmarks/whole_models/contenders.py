@@ -70,7 +70,9 @@ MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "olmoe": lambda: AutoConfig.for_model("olmoe", num_hidden_layers=6),
     "minimax-m2": lambda: AutoConfig.for_model("minimax_m2", num_hidden_layers=3),
     "exaone4": lambda: AutoConfig.for_model("exaone4", num_hidden_layers=12),
-    # The released models of 2B, whole, which take images.
+    # Models that take images, of the widths of those released as 2B: with 8 of 28 layers, and whole.
+    "qwen3-vl": lambda: _shallow("qwen3-vl-2b"),
+    "qwen2-vl": lambda: _shallow("qwen2-vl-2b"),
     "qwen3-vl-2b": lambda: Qwen3VLConfig(
         text_config={
             "hidden_size": 2048,
@@ -106,6 +108,14 @@ MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         tie_word_embeddings=True,
     ),
 }
+
+
+def _shallow(model: str) -> transformers.PretrainedConfig:
+    config = MODELS[model]()
+    config.get_text_config().num_hidden_layers = 8
+    return config
+
+
 THEIRS = "transformers"
 AS_A_GRAPH = ", as a CUDA graph"  # at the end of a contender's name, as this one:
 FROM_HOST = ", positions from the host"  # of towers and text, computed before a step, as veomni train does
@@ -153,6 +163,8 @@ CONTENDERS: dict[str, Callable[[PreTrainedModel], None]] = {
     f"preset: auto{AS_A_GRAPH}": _bound(preset="auto"),
     # Liger's loss, which auto takes where QuACK is not installed, waits for the GPU: no graph can hold it.
     f"preset: auto, chunk_loss{AS_A_GRAPH}": _bound(preset="auto", cross_entropy_loss_implementation="chunk_loss"),
+    # Equal bits in every batch, with products that have them too; not the fastest kernels.
+    "require: batch_invariant": _bound(preset="auto", require="batch_invariant", linear_implementation="triton"),
     "preset: auto, fused_quack": _bound(preset="auto", moe_implementation="fused_quack"),
 }
 
