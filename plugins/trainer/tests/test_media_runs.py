@@ -23,6 +23,7 @@ from tiny_processors import COLOURS, media_folder, needs_torchvision, picture
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from veomni_core.errors import ConfigError, JobFileError
+from veomni_trainer.data.media.batches import MediaBatcher
 from veomni_trainer.job.load import load_job
 from veomni_trainer.job.media_keys import PROCESSOR_FILES
 from veomni_trainer.output.export import export_checkpoint
@@ -226,3 +227,31 @@ def test_videos_are_learned_and_answered_about(
     for colour in ("red", "blue"):
         words = ("--prompt", "What is it?", "--video", tmp_path / f"{colour}.mp4", "--max-new-tokens", 8)
         assert answer("chat", run / "model", *words)["text"] == colour
+
+
+def test_other_processes_make_the_batches_of_a_run_and_name_a_file_that_changed(
+    pictures: dict[str, Any],
+    train: Train,
+    run: Path,
+    losses: Losses,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    train(pictures)
+    alone = losses(run)
+    shutil.rmtree(run)
+    pictures["data"] |= {"workers": 2}
+    train(pictures)
+    assert losses(run) == alone
+    shutil.rmtree(run)
+    made = MediaBatcher.__call__
+
+    def after_a_file_was_emptied(self: MediaBatcher, sequences: Any) -> Any:
+        for colour in ("red", "green", "blue"):
+            (tmp_path / f"{colour}.png").write_bytes(b"")
+        return made(self, sequences)
+
+    monkeypatch.setattr(MediaBatcher, "__call__", after_a_file_was_emptied)
+    with pytest.raises(JobFileError, match="which could be read before training$") as found:
+        train(pictures)
+    assert str(found.value).startswith(str(tmp_path))

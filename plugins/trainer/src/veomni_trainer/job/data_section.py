@@ -55,6 +55,8 @@ class DataSection(ReadingKeys, SequenceKeys):
     """The tokenizer's token that ends a document; by default a token with a usual name."""
     image_pixels: PixelBudget | None = None
     """Between how many pixels the model's processor resizes an image to, ``{min, max}``; by default as it is set up."""
+    workers: int | None = Field(default=None, ge=0)
+    """Processes that make batches ahead of the steps; by default 2 for media on an accelerator, and otherwise 0."""
     validation_fraction: Number = Field(default=0.0, ge=0.0, le=0.5)
     """The part of the sequences that is held out for validation."""
 
@@ -132,6 +134,8 @@ class DataSection(ReadingKeys, SequenceKeys):
                 "streaming: nobody knows how long a stream is, so validation_fraction can't be held out of it; name "
                 "validation_files"
             )
+        if self.workers and self.streaming:
+            raise ValueError("workers: a stream is read by the training process alone; remove workers, or write 0")
         if self.shuffle_buffer is not None and not self.streaming:
             raise ValueError("shuffle_buffer is that of a stream; remove it, or write streaming: true")
         return self

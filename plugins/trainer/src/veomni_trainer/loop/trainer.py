@@ -23,6 +23,7 @@ from veomni_trainer.loop.bad_steps import BadSteps
 from veomni_trainer.loop.clock import StepClock
 from veomni_trainer.loop.device import peak_memory, reset_peak, wait_for
 from veomni_trainer.loop.expert_loads import ExpertLoads
+from veomni_trainer.loop.loader_processes import errors_of_processes
 from veomni_trainer.loop.optimizers import divide, optimizer_for
 from veomni_trainer.loop.resuming_trainer import ResumingTrainer
 from veomni_trainer.loop.step_graphs import Results, StepGraphs, graphs_on
@@ -121,6 +122,10 @@ class JobTrainer(ResumingTrainer):
         else:
             return super()._get_train_sampler(*args, **kwargs)
         return SharedBatches(order, self._train_batch_size, shared) if shared > 1 else order
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        with errors_of_processes():
+            return super().get_batch_samples(*args, **kwargs)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """The mean loss over the learned tokens of the validation sequences; each counts once, in whichever batch."""

@@ -25,6 +25,7 @@ from veomni_trainer.job.method_packages import require_trl
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.checkpoints import Origin, check_plan, check_sequences
+from veomni_trainer.loop.loader_processes import loader_processes
 from veomni_trainer.loop.optimizers import check_optimizer
 from veomni_trainer.loop.schedules import check_schedule
 from veomni_trainer.loop.trackers import check_trackers
@@ -103,6 +104,7 @@ def prepare(
     check_enough(corpus, job.train, arguments.world_size)
     steps = steps_of(corpus, job.train, arguments.world_size)
     arguments.max_steps = steps
+    arguments.dataloader_num_workers = loader_processes(job.data.workers, corpus, arguments.device)
     corpus = corpus.drawn(steps * _sequences_per_step(job.train, arguments.world_size))
     check_validates(job, arguments.device, bool(corpus.validation))
     if shared is not None:
