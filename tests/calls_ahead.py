@@ -63,8 +63,8 @@ def compile_calls(
         print(json.dumps({"gpu": gpu, "call": name, "problem": problem, "functions": functions}), flush=True)
 
 
-def assert_compiled(script: Path, gpu: str, dtype: str, wanted: str, least: int, cache: Path) -> None:
-    """Run ``script``, and raise unless its calls, ``least`` or more, compile and fit ``gpu``."""
+def assert_compiled(script: Path, gpu: str, dtype: str, wanted: str, least: int, cache: Path) -> list[Any]:
+    """Run ``script``, and raise unless its calls, ``least`` or more, compile and fit ``gpu``; what it says of each."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -80,3 +80,4 @@ def assert_compiled(script: Path, gpu: str, dtype: str, wanted: str, least: int,
     assert not {row["call"]: row["problem"] for row in rows if row["problem"]}
     lacking = [(row["call"], each["name"], each["problem"]) for row in rows for each in row["functions"]]
     assert not [each for each in lacking if each[2]]
+    return rows

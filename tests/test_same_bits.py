@@ -77,6 +77,7 @@ def test_what_the_own_code_gives_is_compared_and_promises_nothing():
     assert last.layout == OWN and last.largest < 1e-5
 
 
+@pytest.mark.thorough
 def test_kimis_delta_attention_has_the_same_bits_too():
     model = tiny_model("kimi_linear", torch.float32)
     with bind(model, SAME, device="cpu"):
@@ -141,7 +142,9 @@ def test_a_state_whose_sums_depend_on_the_batch_is_named_by_its_layer(monkeypatc
     assert found["in a batch of 21"].first.startswith("model.layers.0.linear_attn.")
 
 
-@pytest.mark.parametrize("name", ["torch_recurrent_gated_delta_rule", "causal_conv1d_update"])
+@pytest.mark.parametrize(
+    "name", ["torch_recurrent_gated_delta_rule", pytest.param("causal_conv1d_update", marks=pytest.mark.thorough)]
+)
 def test_a_step_of_single_tokens_that_is_not_proven_stays_and_is_named(name, monkeypatch):
     own = inspect.unwrap(getattr(modeling_qwen3_next, name))
 

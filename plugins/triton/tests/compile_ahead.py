@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         yield f"delta rule of heads of {widths}", lambda widths=widths: _delta_rule(tensor, *widths)
         yield (
             f"delta rule of heads of {widths}, in a fixed order",
-            lambda widths=widths: _delta_rule(tensor, *widths, in_fixed_order=True),
+            lambda widths=widths: _delta_rule_in_fixed_order(tensor, *widths),
         )
     yield "scan of heads of (128, 256)", lambda: _scan(tensor, 128, 256)
     yield (
@@ -79,15 +80,28 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     yield "log-probabilities", lambda: token_logprobs.causal(kept_mib=0)(tensor(64, 256), tensor(4096, 256), labels)[0]
 
 
-def _delta_rule(
-    tensor: Callable[..., Tensor], key_width: int, value_width: int, in_fixed_order: bool = False
-) -> Tensor:
+def _delta_rule(tensor: Callable[..., Tensor], key_width: int, value_width: int, **options: Any) -> Tensor:
     batch, length, heads = 1, 256, 4
     query, key = tensor(batch, length, heads, key_width), tensor(batch, length, heads, key_width)
     value = tensor(batch, length, heads, value_width)
     g, beta = tensor(batch, length, heads, of=torch.float32), tensor(batch, length, heads)
-    options = {"use_qk_l2norm_in_kernel": True, "in_fixed_order": in_fixed_order}
+    options["use_qk_l2norm_in_kernel"] = True
     return chunk_gated_delta_rule.standard(query, key, value, g, beta, **options)[0]
+
+
+def _delta_rule_in_fixed_order(tensor: Callable[..., Tensor], key_width: int, value_width: int) -> Tensor:
+    """A packed call, a token of a single head after a state, and a call whose tokens begin anywhere."""
+    widths = (key_width, key_width, value_width)
+    bounds = torch.tensor([0, 3, 256])
+    _delta_rule(tensor, key_width, value_width, in_fixed_order=True, cu_seqlens=bounds, output_final_state=True)
+    gate, state = tensor(3, 1, 1, of=torch.float32), tensor(3, 1, key_width, value_width, of=torch.float32)
+    token = [tensor(3, 1, 1, width) for width in widths]
+    chunk_gated_delta_rule.standard_in_fixed_order(
+        *token, gate, tensor(3, 1, 1), initial_state=state, use_qk_l2norm_in_kernel=True
+    )
+    parts = [tensor(2, 17, heads, width + 1)[..., 1:] for heads, width in zip((3, 3, 6), widths, strict=True)]
+    gates = tensor(2, 17, 6, of=torch.float32), tensor(2, 17, 6)
+    return chunk_gated_delta_rule.standard_in_fixed_order(*parts, *gates, use_qk_l2norm_in_kernel=True)[0]
 
 
 def _sparse_attention(

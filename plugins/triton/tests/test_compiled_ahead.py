@@ -30,6 +30,14 @@ def test_every_launch_compiles_and_fits(gpu, dtype, calls, least, tmp_path):
     assert_compiled(SCRIPT, gpu, dtype, calls, least, tmp_path)
 
 
+@pytest.mark.thorough
+def test_a_delta_rule_in_a_fixed_order_is_one_binary(tmp_path):
+    """Of a packed call, a decoded token and tokens that begin anywhere: another one might add up in another order."""
+    rows = assert_compiled(SCRIPT, "h100", "bfloat16", "in a fixed order", 2, tmp_path)
+    for row in rows:
+        assert [each["name"] for each in row["functions"]].count("recurrence_kernel") == 1
+
+
 def test_products_are_refused_where_triton_has_no_matrix_units():
     refused = {spec.op_name for spec in veomni_kernels() if spec.hardware.unmet(Hardware.named("t4"))}
     losses = {"cross_entropy_loss", "token_logprobs"}  # by linear's products

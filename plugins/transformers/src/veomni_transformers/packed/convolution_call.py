@@ -43,7 +43,7 @@ def for_single_tokens(kernel: Kernel) -> Kernel:
         bias: Tensor | None = None,
         activation: str | None = None,
     ) -> Any:
-        seen = torch.cat((conv_state, hidden_states), dim=-1)
+        seen = torch.cat((conv_state, hidden_states), dim=-1).to(hidden_states.dtype)
         conv_state.copy_(seen[..., -conv_state.shape[-1] :])
         return kernel(seen, weight, bias, activation=activation)[..., -hidden_states.shape[-1] :]
 
