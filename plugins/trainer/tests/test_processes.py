@@ -194,7 +194,11 @@ def test_two_processes_share_sequences_with_pictures(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("model_type", "changes"), [("llava", ()), ("mllama", ()), ("qwen2_audio", ()), ("gemma3", ("train.fsdp_size=2",))]
+    ("model_type", "changes"),
+    [
+        *((model_type, ()) for model_type in ("llava", "mllama", "qwen2_audio")),
+        *((model_type, ("train.fsdp_size=2",)) for model_type in ("gemma3", "mllama")),
+    ],
 )
 def test_two_processes_of_which_one_has_a_row_of_text_alone_train_as_one(
     job_data: dict[str, Any], write_job: WriteJob, tmp_path: Path, model_type: str, changes: tuple[str, ...]
