@@ -5,7 +5,7 @@ ranks wait for each other in different collectives: they hang, or mix tensors. S
 which kinds of inputs there are, and a rank without an input that another rank has runs the tower too, at the same place
 in its forward. The result is multiplied by zero: the loss and all gradients of text are what they are without it, and
 the tower's weights get gradients of zero, which are averaged with the others'. Where no rank has an input no tower
-runs. So does all that a model's forward runs only for such an input, if it calls its towers itself.
+runs. Where a model's forward calls its towers itself, all that it runs only for such an input runs so.
 """
 
 from __future__ import annotations
@@ -200,11 +200,8 @@ class _Before(nn.Module):
         zeros = [self._first.pop()(read_tensors([*args, *kwargs.values()], ""))] if self._first else []
         output = self.part(*args, **kwargs)
         for zero in zeros:
-            field = (
-                next((name for name, each in output.items() if read_tensors(each, "")), "")
-                if isinstance(output, ModelOutput)
-                else ""
-            )
+            named = output.items() if isinstance(output, ModelOutput) else ()
+            field = next((name for name, each in named if read_tensors(each, "")), "")
             output = with_added(output, field, zero)
         return output
 

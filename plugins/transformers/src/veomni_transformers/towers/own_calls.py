@@ -27,8 +27,6 @@ _LAYERS = 2  # of each stack, in copies with weights
 _FEW = 2  # words; one alone would be a step of generation
 _OF_WORDS = "attention_mask"
 _FIELD = "last_hidden_state"
-
-
 FLOW, ALONE = "flow", "alone"  # sources: what a part gives that always runs, or parts that don't
 
 
