@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_multimodal import CONFIGS, media_batch, tiny_model
+from tiny_multimodal import CONFIGS, media_batch, text_batch, tiny_model
 
 from distributed import run_ranks
 from veomni_core import bind
 from veomni_core.changes.transformation import transformations_of
 from veomni_core.errors import BindingError
-from veomni_transformers.towers import run_every_tower
+from veomni_transformers.towers import every_tower, run_every_tower
 from veomni_transformers.towers.feature_calls import feature_calls, read_tensors
+from veomni_transformers.towers.own_calls import ALONE, own_calls
 from veomni_transformers.towers.smallest_input import smallest_input
 
 # Steps as what rank 0 and rank 1 have. The reference is the mean of both losses in one process.
@@ -40,7 +41,8 @@ COMPARED = """
                         fully_shard(layer, **settings)
                     if model_type not in WITH_HIDDEN_STATES:
                         fully_shard(part, **settings)
-        for layer in model.get_decoder().layers:
+        decoder = model.get_decoder()
+        for layer in getattr(decoder, "model", decoder).layers:  # Llama 4's has a head
             fully_shard(layer, **settings)
         fully_shard(model, **settings)
         return model
@@ -53,7 +55,7 @@ COMPARED = """
     def frozen(model_type):
         model = by_hand(model_type)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_("visual" not in name)
+            parameter.requires_grad_("vis" not in name)
         return model
 
     def in_bfloat16(model_type):
@@ -101,6 +103,7 @@ COMPARED = """
 
     {calls}
 """
+OWN = ("mllama", "llama4", "qwen2_audio")  # whose forwards run towers, or projectors, themselves
 BOTH = '[("image", "text"), ("text", "text"), ("text", "image")]'
 
 
@@ -117,8 +120,12 @@ def test_one_rank_has_an_image_and_the_other_has_none():
 @pytest.mark.parametrize("bound", [False, True])
 def test_every_family_s_tower_runs(bound):
     types = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "gemma3", "paligemma", "llava_next"]
-    types += ["qwen3_5_moe", "internvl", "mistral3", "idefics3"]
-    ranks(*(f'compare("{model_type}", {BOTH}, bound={bound})' for model_type in types))
+    types += ["qwen3_5_moe", "internvl", "mistral3", "idefics3", "mllama", "llama4"]
+    sounds = BOTH.replace("image", "audio")
+    ranks(
+        *(f'compare("{model_type}", {BOTH}, bound={bound})' for model_type in types),
+        f'compare("qwen2_audio", {sounds}, bound={bound})',
+    )
 
 
 @pytest.mark.thorough
@@ -144,29 +151,61 @@ def test_transformers_engine_shards_it():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("model_type", "kind", "what"),
-    [("mllama", "image", "pixel_values"), ("qwen2_audio", "audio", "input_features")],
-)
-def test_where_a_tower_can_not_run_without_input_all_ranks_say_so(model_type, kind, what):
+def test_where_a_tower_can_not_run_without_input_all_ranks_say_so():
     body = COMPARED.format(
-        calls=f"""
+        calls="""
     from veomni_core.errors import ConfigError
-    model = by_hand("{model_type}")
+    from veomni_transformers.towers import every_tower
+    every_tower.own_calls = lambda module, call: ((), "no part of it takes such inputs")
+    model = by_hand("mllama")
     bind(model, dict(preset="eager"))
     try:
-        model(**(batch("{model_type}", "{kind}", 0) if rank == 0 else text_batch(1, 10)))
+        model(**(batch("mllama", "image", 0) if rank == 0 else text_batch(1, 10)))
     except ConfigError as error:
         print(error)"""
     )
     for output in run_ranks(body):
-        assert f"some ranks have {what} and others have none, and FSDP" in output
+        assert "some ranks have pixel_values and others have none, and MllamaModel is sharded" in output
+        assert "can't run without an input (no part of it takes such inputs)" in output
+
+
+@pytest.mark.thorough
+def test_a_forward_that_runs_its_towers_itself():
+    """Mllama's decoder has layers that text alone passes over; they are recomputed, and above a frozen tower."""
+    sounds = BOTH.replace("image", "audio")
+    ranks(
+        *(f'compare("mllama", {BOTH}, {make})' for make in ("recomputing", "frozen", "by_transformers")),
+        'in_bfloat16("mllama")',
+        *(f'compare("qwen2_audio", {sounds}, {make})' for make in ("recomputing", "by_transformers")),
+    )
+
+
+@pytest.mark.parametrize("model_type", OWN)
+def test_what_runs_for_a_medium_alone_has_the_weights_that_text_does_not_reach(model_type):
+    model = tiny_model(model_type).eval()
+    ((path, (call,)),) = feature_calls(model)
+    module = model.get_submodule(path)
+    found, why_not = own_calls(module, call)
+    assert not why_not
+    text, whole = (_learned(model, batch) for batch in (text_batch(), media_batch(model, call.modality)))
+    model.zero_grad()
+    zeros = {}
+    for each in found:
+        tensors = each.run(module.get_submodule(each.path), zeros)
+        zeros[ALONE] = sum(tensor.sum() for tensor in tensors)
+    zeros[ALONE].backward()
+    reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert reached == whole - text and reached
+
+
+def _learned(model, batch):
+    model.zero_grad()
+    model(**batch).loss.backward()
+    return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.thorough(one_per=[])
-@pytest.mark.parametrize(
-    "model_type", [each for each in CONFIGS if each not in ("mllama", "llama4", "qwen2_audio", "whisper")]
-)
+@pytest.mark.parametrize("model_type", [each for each in CONFIGS if each not in (*OWN, "whisper")])
 def test_the_smallest_input_makes_features_as_a_real_one_does(model_type):
     model = tiny_model(model_type)
     ((path, calls),) = feature_calls(model)
@@ -186,7 +225,7 @@ def _reached(model, module, call, inputs):
     return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def test_it_is_undone_and_a_binding_has_it():
+def test_it_is_undone_and_a_binding_has_it(monkeypatch):
     model = tiny_model("llava")
     batch = media_batch(model)
     before = model(**batch).loss
@@ -198,6 +237,8 @@ def test_it_is_undone_and_a_binding_has_it():
     assert not transformations_of(model) and "in_step" not in type(model.model).forward.__code__.co_name
     with bind(model, {"preset": "eager"}):
         assert type(model.model).forward.__code__.co_name == "in_step"
-    for model_type, why_not in {"whisper": "none", "llama4": "its forward runs multi_modal_projector besides"}.items():
-        with pytest.raises(BindingError, match=rf"calls no tower by .* alone \({why_not}\)"):
-            run_every_tower(tiny_model(model_type))
+    with pytest.raises(BindingError, match=r"has no tower that can run without an input \(none is called\)"):
+        run_every_tower(tiny_model("whisper"))
+    monkeypatch.setattr(every_tower, "own_calls", lambda *_: ((), "no part of it takes such inputs"))
+    with pytest.raises(BindingError, match=r"\(its forward runs multi_modal_projector besides: no part of it takes"):
+        run_every_tower(tiny_model("llama4"))

@@ -5,7 +5,7 @@ ranks wait for each other in different collectives: they hang, or mix tensors. S
 which kinds of inputs there are, and a rank without an input that another rank has runs the tower too, at the same place
 in its forward. The result is multiplied by zero: the loss and all gradients of text are what they are without it, and
 the tower's weights get gradients of zero, which are averaged with the others'. Where no rank has an input no tower
-runs.
+runs. Where a model's forward calls its towers itself, all that it runs only for such an input runs so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from veomni_core.binding.model_rules import WholeModelRule
 from veomni_core.changes.change import Change, ForwardChange
@@ -31,11 +33,13 @@ from veomni_core.errors import BindingError, ConfigError
 from veomni_core.planning.plan import Plan
 from veomni_transformers.proving.functions import current_forward
 from veomni_transformers.towers.feature_calls import FeatureCall, feature_calls, read_tensors, with_added
+from veomni_transformers.towers.own_calls import ALONE, FLOW, OwnCall, own_calls
 from veomni_transformers.towers.parts import towers
 from veomni_transformers.towers.smallest_input import Inputs, smallest_input
 
 _EMBEDDINGS = "get_input_embeddings"
-_FOUND: weakref.WeakKeyDictionary[nn.Module, dict[FeatureCall, tuple[Inputs, str]]] = weakref.WeakKeyDictionary()
+_Found = tuple[Inputs | tuple[OwnCall, ...], str]
+_FOUND: weakref.WeakKeyDictionary[nn.Module, dict[FeatureCall, _Found]] = weakref.WeakKeyDictionary()
 
 
 class EveryTowerRule(WholeModelRule):
@@ -65,8 +69,7 @@ def run_every_tower(model: nn.Module) -> EveryTower:
         The transformation, with :meth:`~veomni_core.changes.transformation.Transformation.undo`.
 
     Raises:
-        BindingError: ``model`` does it already, or has no tower that its forward calls by ``get_image_features``,
-            ``get_video_features`` or ``get_audio_features``.
+        BindingError: ``model`` does it already, or has no tower that is found to run without an input.
 
     Example:
         >>> from transformers import AutoConfig, Qwen3VLForConditionalGeneration
@@ -80,11 +83,12 @@ def run_every_tower(model: nn.Module) -> EveryTower:
         raise BindingError("this model runs every tower already: undo() that first")
     applied = EveryTower(model)
     changes = [(path, EveryTower.name, change) for path, change in _changes(model)]
-    if why_not := next((call.why_not for _, calls in feature_calls(model) for call in calls), not changes and "none"):
+    own = [(path, call) for path, calls in feature_calls(model) for call in calls if call.why_not]
+    whys = [f"{call.why_not}: {why}" for path, call in own if (why := _found(model.get_submodule(path), call)[1])]
+    if whys or not changes:
         raise BindingError(
-            f"{type(model).__name__} calls no tower by get_image_features, get_video_features or get_audio_features "
-            f"alone ({why_not}), so nothing can be run in place of one. Give every rank an input of each kind in each "
-            "step"
+            f"{type(model).__name__} has no tower that can run without an input ({(*whys, 'none is called')[0]}). Give "
+            "every rank an input of each kind in each step"
         )
     applied.apply(changes)
     return applied
@@ -111,6 +115,10 @@ def with_every_tower(forward: Callable[..., Any], calls: Sequence[FeatureCall]) 
         if not absent:
             return forward(self, *args, **kwargs)
         inputs = {call: _input_of(self, call) for call in absent}  # on all ranks, so that all raise what one raises
+        if any(call.why_not for call in absent):
+            left = [call for call in absent if given.get(call.argument) is None]
+            with _before_others(self, [each for call in left for each in inputs[call]]):
+                return forward(self, **given)
         order = [(call, is_here) for call, is_here, on_some in zip(calls, here, some, strict=True) if on_some]
         return _Step(self, order, inputs).run(forward, given)
 
@@ -177,6 +185,61 @@ class _Step:
         return zero
 
 
+class _Before(nn.Module):
+    """Stands for ``part`` in a step, and runs ``first`` before it, whose zero is added to what the part gives.
+
+    ``first`` is given what the part is given.
+    """
+
+    def __init__(self, part: nn.Module, first: Callable[[list[Tensor]], Tensor]) -> None:
+        super().__init__()
+        self.part = part
+        self._first = [first]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        zeros = [self._first.pop()(read_tensors([*args, *kwargs.values()], ""))] if self._first else []
+        output = self.part(*args, **kwargs)
+        for zero in zeros:
+            named = output.items() if isinstance(output, ModelOutput) else ()
+            field = next((name for name, each in named if read_tensors(each, "")), "")
+            output = with_added(output, field, zero)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("part"), name)
+
+
+@contextmanager
+def _before_others(module: nn.Module, calls: Sequence[OwnCall]) -> Iterator[None]:
+    """While it is open, ``module`` makes ``calls`` at zero weight, each in its place."""
+    places: list[tuple[dict[str, Any], str, str]] = []
+    for before in dict.fromkeys(each.before for each in calls):
+        parent, _, name = before.rpartition(".")
+        places.append((vars(module.get_submodule(parent))["_modules"], name, before))
+    parts = {each.path: module.get_submodule(each.path) for each in calls}
+
+    zeros: dict[str, Tensor] = {}
+
+    def zero_before(before: str, given: list[Tensor]) -> Tensor:
+        if given:
+            zeros[FLOW] = _Zero.apply(given[0])
+        for call in (each for each in calls if each.before == before):
+            zeros[ALONE] = _Zero.apply(*call.run(parts[call.path], zeros))
+        return zeros[ALONE]
+
+    own = [children[name] for children, name, _ in places]
+    for (children, name, before), part in zip(places, own, strict=True):
+        children[name] = _Before(part, partial(zero_before, before))
+    try:
+        yield
+    finally:
+        for (children, name, _), part in zip(places, own, strict=True):
+            children[name] = part
+
+
 class _Embedding:
     """The embeddings of words, whose output gets zeros added."""
 
@@ -231,11 +294,8 @@ def _exchanged(here: Sequence[bool], mesh: Any) -> tuple[list[bool], list[bool]]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _input_of(module: nn.Module, call: FeatureCall) -> Inputs:
-    found = _FOUND.setdefault(module, {})
-    if call not in found:
-        found[call] = smallest_input(module, call)
-    inputs, why_not = found[call]
+def _input_of(module: nn.Module, call: FeatureCall) -> Any:
+    inputs, why_not = _found(module, call)
     if why_not:
         raise ConfigError(
             f"in this step some ranks have {call.argument} and others have none, and {type(module).__name__} is "
@@ -243,3 +303,10 @@ def _input_of(module: nn.Module, call: FeatureCall) -> Inputs:
             f"Give every rank {call.argument} in such a step, or none"
         )
     return inputs
+
+
+def _found(module: nn.Module, call: FeatureCall) -> _Found:
+    found = _FOUND.setdefault(module, {})
+    if call not in found:
+        found[call] = own_calls(module, call) if call.why_not else smallest_input(module, call)
+    return found[call]

@@ -17,7 +17,10 @@ from veomni_transformers.proving.functions import code_layers, current_forward
 from veomni_transformers.towers.parts import towers
 
 _METHOD = re.compile(r"get_(image|video|audio)_features$")
-_ARGUMENTS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+_ARGUMENTS = {
+    **{"pixel_values": "image", "pixel_values_videos": "video"},
+    **{"input_features": "audio", "input_values": "audio"},
+}
 _EMBEDDINGS = "get_input_embeddings"
 _FIELDS = ("pooler_output", "last_hidden_state")  # of a method's output: its caller reads one of them
 UNREAD = {*_FIELDS, "hidden_states", "attentions"}
@@ -28,11 +31,11 @@ class FeatureCall:
     """One method that a model's forward calls where it is given an input of a kind.
 
     Attributes:
-        method: its name, ``get_image_features``.
+        method: its name, ``get_image_features``; ``forward`` where the model calls none.
         modality: ``image``, ``video`` or ``audio``.
         argument: the argument of forward, and of the method, that holds the input: ``pixel_values``.
         field: the field of the method's output that forward reads: ``pooler_output``.
-        why_not: why the call can't be made in place of one that is left out; empty if it can.
+        why_not: why the method is not all that runs for such an input; empty if it is.
     """
 
     method: str
@@ -46,7 +49,7 @@ def feature_calls(model: nn.Module) -> Iterator[tuple[str, tuple[FeatureCall, ..
     """The modules of ``model`` whose forward calls such methods, each with its calls in the order of the code.
 
     By an argument of forward that has the name of the method's first one, a step says whether there is such an input.
-    A model that runs its towers in another way is given with calls that can't be made.
+    A model that runs its towers in another way is given with what its forward takes, and why that is no such call.
 
     Example:
         >>> import torch
@@ -62,11 +65,21 @@ def feature_calls(model: nn.Module) -> Iterator[tuple[str, tuple[FeatureCall, ..
             found = True
             yield path, calls
     config = getattr(model, "config", None)
-    if not found and isinstance(config, PretrainedConfig) and not config.is_encoder_decoder and towers(model):
-        parameters = inspect.signature(current_forward(model)).parameters
-        why_not = "its forward runs towers itself, and not by such methods"
-        if calls := tuple(FeatureCall("", "", name, "", why_not) for name in _ARGUMENTS if name in parameters):
-            yield "", calls
+    if not found and isinstance(config, PretrainedConfig) and not config.is_encoder_decoder:
+        # The innermost one: other code than its own may stand in the place of a head's forward, as TRL's losses do.
+        for path, module in reversed([*model.named_modules()]):
+            if calls := _own_calls_of(module):
+                yield path, calls
+                return
+
+
+def _own_calls_of(module: nn.Module) -> tuple[FeatureCall, ...]:
+    parameters = inspect.signature(current_forward(module)).parameters if isinstance(module, PreTrainedModel) else {}
+    taken = {name: kind for name, kind in _ARGUMENTS.items() if name in parameters}
+    if not taken or "input_ids" not in parameters or not towers(module):
+        return ()
+    why_not = "its forward runs towers itself, and not by such methods"
+    return tuple(FeatureCall("forward", kind, name, "", why_not) for name, kind in taken.items())
 
 
 def _calls_of(module: PreTrainedModel) -> tuple[FeatureCall, ...]:

@@ -55,7 +55,7 @@ class HostMetadata:
             for path, calls in feature_calls(model):
                 twin = hollow_twin(model.get_submodule(path)).eval()
                 twin.__class__ = own_class(twin)  # whose methods don't divide their inputs over ranks
-                _without_layers(twin)
+                without_layers(twin)
                 for _, module in named_modules(twin):
                     self._record(module)
                 self._calls += [(twin, call) for call in calls if not call.why_not]
@@ -149,11 +149,18 @@ def is_open(method: Any) -> bool:
     return any(layer.__code__.co_qualname.startswith(_OPENS) for layer in layers)
 
 
-def _without_layers(twin: nn.Module) -> None:
+def without_layers(twin: nn.Module, after: int = 0) -> None:
+    """Let the layers of each stack but the first ``after`` give back what they are given."""
     for _, layers in named_modules(twin):
         if isinstance(layers, nn.ModuleList):
-            for layer in layers:
-                vars(layer)["forward"] = lambda hidden_states, *_, **__: hidden_states
+            for number, layer in [*enumerate(layers)][after:]:
+                if after:  # it may stand in the place of a first one too
+                    layers[number] = layer = probe.bare_copy(layer)
+                vars(layer)["forward"] = _first_of
+
+
+def _first_of(*args: Any, **kwargs: Any) -> Any:
+    return next(iter((*args, *kwargs.values())))
 
 
 def _shape_alone(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -20,8 +20,10 @@ from veomni_transformers.towers.feature_calls import FeatureCall, read_tensors
 from veomni_transformers.towers.parts import AUDIO, VISION, tower_kind
 
 Inputs = dict[str, Tensor]
+_EMBEDDINGS = "get_input_embeddings"
 _LAYERS = 2  # of each stack in the copy; whether an input is valid shows in the first ones
 _NUMBERS_OF_IMAGES = ((1,), (1, 1), (1, 2))  # some towers take a picture whole and in parts
+_ABOUT = ("_ids", "_mask")  # of tiles
 _FRAMES = (8, 16, 64, 100, 128, 200, 3000)
 
 
@@ -48,8 +50,11 @@ def smallest_input(module: Any, call: FeatureCall) -> tuple[Inputs, str]:
 
 
 def _check(small: Any, call: FeatureCall, inputs: Inputs) -> None:
-    output = getattr(small, call.method)(**inputs)
-    tensors = read_tensors(output, call.field)
+    check_zero(small, read_tensors(getattr(small, call.method)(**inputs), call.field))
+
+
+def check_zero(small: nn.Module, tensors: Sequence[Tensor]) -> None:
+    """Raise unless ``tensors``, which ``small`` computed, are finite, and their sum at zero weight changes nothing."""
     if not tensors or not all(each.numel() and each.isfinite().all() for each in tensors):
         raise ValueError("the features are empty or not finite")
     small.zero_grad()
@@ -90,6 +95,12 @@ def _images(argument: str, taken: Any, tower: Any, shape: tuple[int, ...]) -> It
             yield inputs
         elif "image_sizes" in taken:
             yield inputs | {"image_sizes": torch.tensor([[size, size]])}
+    for tiles, size in product(_sizes(config, "max_num_tiles"), sizes):
+        images = 1, 1, tiles
+        of_tower = inspect.signature(type(tower).forward).parameters.keys() & taken.keys()
+        beside = {name: images[:2] if name.endswith("_ids") else images for name in of_tower - {argument}}
+        told = {name: torch.ones(shape, dtype=torch.long) for name, shape in beside.items() if name.endswith(_ABOUT)}
+        yield {argument: _values_of(*images, channels, size, size), **told}
     if "spatial_shapes" in taken:
         inputs = {argument: _values_of(1, 4, width), "spatial_shapes": torch.tensor([[2, 2]])}
         yield inputs | {"pixel_attention_mask": torch.ones(1, 4, dtype=torch.long)}
@@ -120,28 +131,19 @@ def _sizes(config: Any, name: str) -> Iterator[int]:
         yield value[0]
 
 
-def small_copy(module: nn.Module, layers: int | None, repeated: bool = False) -> nn.Module:
+def small_copy(module: nn.Module, layers: int | None, repeated: bool = False, attention: str = "eager") -> nn.Module:
     """A copy of ``module`` in float32 on the CPU with its own code; children with embeddings of words are shared.
 
     Of equal layers it has the first ``layers``, which ``repeated`` puts in the place of the others too.
+    ``attention`` is transformers' name of what computes its attention.
     """
     configs: dict[int, Any] = {}
-    words: Any = module.get_input_embeddings()  # type: ignore[operator]
+    words: Any = None if tower_kind(module) else getattr(module, _EMBEDDINGS, lambda: None)()
     shared = {id(each) for each in module.children() if any(inner is words for inner in each.modules())}
-
-    def copied(value: Any) -> Any:
-        if not isinstance(value, PretrainedConfig):
-            return value
-        if id(value) not in configs:
-            configs[id(value)] = copy.deepcopy(value)
-            configs[id(value)]._attn_implementation = "eager"
-        return configs[id(value)]
 
     def small(each: nn.Module) -> nn.Module:
         twin = probe.bare_copy(each)
-        twin.__class__ = own_class(each)
-        vars(twin).update({name: copied(value) for name, value in vars(twin).items()})
-        vars(twin).pop("_output_capturing_hooks_installed", None)  # transformers installs them again; none was copied
+        _run_own_code(twin, configs, attention)
         for name, value in each._parameters.items():
             if value is not None:
                 scale = max(value.shape[-1:] or [1]) ** -0.5
@@ -162,6 +164,26 @@ def small_copy(module: nn.Module, layers: int | None, repeated: bool = False) ->
         if id(child) not in shared:
             child.train(False)  # dropout draws nothing
     return twin
+
+
+def with_own_code(twin: nn.Module) -> nn.Module:
+    """``twin``, a copy, whose parts then run their own code, with eager attention."""
+    configs: dict[int, Any] = {}
+    for each in twin.modules():
+        _run_own_code(each, configs, "eager")
+    return twin
+
+
+def _run_own_code(twin: nn.Module, configs: dict[int, Any], attention: str) -> None:
+    """As :func:`with_own_code` of one module; ``configs`` are the copies of configs by the ids of their originals."""
+    twin.__class__ = own_class(twin)
+    for name, value in vars(twin).items():
+        if isinstance(value, PretrainedConfig):
+            if id(value) not in configs:
+                configs[id(value)] = copy.deepcopy(value)
+                configs[id(value)]._attn_implementation = attention
+            vars(twin)[name] = configs[id(value)]
+    vars(twin).pop("_output_capturing_hooks_installed", None)  # transformers installs them again; none was copied
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
