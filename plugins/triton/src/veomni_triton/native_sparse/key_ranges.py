@@ -23,6 +23,8 @@ from veomni_triton.attention_tiles import (
     weights_of_keys,
 )
 
+RAISED = tl.constexpr(100.0)  # so that sums of 2**20 weights stay finite
+
 
 @triton.jit
 def _ranges(begins, stops, tokens, M: tl.constexpr):
@@ -225,9 +227,10 @@ def sums_kernel(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``sums[G, rows, keys]``: the weights of some queries, summed over the heads of each key head.
+    """``sums[G, rows, keys]``: the weights of some queries, times ``2**RAISED``, summed over the heads of each key head.
 
-    What no query of a tile sees is left as it is.
+    Scores are compared alone. Without the factor those below 2**-126 would be equal: ``exp2`` gives no denormals on a
+    GPU. What no query of a tile sees is left as it is.
     """
     group = tl.program_id(2)
     row_M, key_N = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * N + tl.arange(0, N)
@@ -245,6 +248,6 @@ def sums_kernel(
             query_MD, query_ME = load_wide(query, at_M, is_row_M, width, D, E, SPLIT)
             norm_M = tl.load(norms + at_M, mask=is_row_M, other=float("inf"))
             logit_MN = products(query_MD, query_ME, key_ND, key_NE, SPLIT, PRECISION) * scaling
-            sum_MN += tl.exp2(logit_MN - norm_M[:, None])
+            sum_MN += tl.exp2(logit_MN - (norm_M - RAISED)[:, None])
         into_MN = sums + (group.to(tl.int64) * rows + row_M[:, None]) * keys + key_N[None, :]
         tl.store(into_MN, sum_MN, mask=seen_MN & is_row_M[:, None])
