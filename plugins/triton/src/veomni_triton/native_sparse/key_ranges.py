@@ -227,7 +227,7 @@ def sums_kernel(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``sums[G, rows, keys]``: the weights of some queries, times ``2**RAISED``, summed over the heads of each key head.
+    """``sums[G, rows, keys]``: weights of some queries, times ``2**RAISED``, summed over the heads of each key head.
 
     Scores are compared alone. Without the factor those below 2**-126 would be equal: ``exp2`` gives no denormals on a
     GPU. What no query of a tile sees is left as it is.
