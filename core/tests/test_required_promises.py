@@ -33,7 +33,7 @@ def test_auto_takes_only_kernels_that_promise_it_for_the_variant():
 
 
 def test_the_fastest_in_a_profile_must_promise_it_too():
-    times = {"rms_norm": {"fast": 0.1, "steady": 0.3, "eager": 0.9}}
+    times = {"rms_norm": {"fast": 0.1, "steady": 0.3, "eager": 0.2}}
     assert chosen(planned(profile=times)) == ["steady", "steady", "fast"]
 
 

@@ -140,9 +140,13 @@ def test_the_receipt_says_what_the_model_would_have_run(monkeypatch):
         assert {site.reason for site in op.sites} == {
             f"the model runs {name}, and chunked_delta is plain PyTorch: name it to have it"
         }
-    with bind(model, {"preset": "eager", field: "auto"}, registry=counting_registry("fast")) as binding:
-        [op] = [each for each in binding.plan.ops if each.op_name == OP]
-        assert {site.kernel for site in op.sites} == {"fast"}
+    for more, registry, kernel in (
+        ({}, counting_registry("fast"), "fast"),
+        ({"require": "batch_invariant"}, None, "fixed_order"),  # which the package's function doesn't promise
+    ):
+        with bind(model, {"preset": "eager", field: "auto", **more}, registry=registry) as binding:
+            [op] = [each for each in binding.plan.ops if each.op_name == OP]
+            assert {site.kernel for site in op.sites} == {kernel}
 
 
 def test_a_function_that_kernels_made_a_layer_of_is_bound(monkeypatch):

@@ -76,8 +76,16 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         "convolution along channels",
         lambda: causal_conv1d.standard(tensor(1, 512, 4096).mT, tensor(4096, 4), tensor(4096), "silu"),
     )
+    yield "log-probabilities in a fixed order", lambda: _logprobs_in_fixed_order(tensor)
     labels = torch.zeros(64, dtype=torch.int64)
     yield "log-probabilities", lambda: token_logprobs.causal(kept_mib=0)(tensor(64, 256), tensor(4096, 256), labels)[0]
+
+
+def _logprobs_in_fixed_order(tensor: Callable[..., Tensor]) -> Tensor:
+    """A token alone, whose tile has all words, and tokens whose tile's rows begin where nothing is aligned."""
+    function = token_logprobs.causal_in_fixed_order(kept_mib=0)
+    function(tensor(1, 256), tensor(4096, 256), torch.zeros(1, dtype=torch.int64))
+    return function(tensor(64, 256), tensor(4099, 256), torch.zeros(64, dtype=torch.int64))[0]
 
 
 def _delta_rule(tensor: Callable[..., Tensor], key_width: int, value_width: int, **options: Any) -> Tensor:

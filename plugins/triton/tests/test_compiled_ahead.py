@@ -17,10 +17,10 @@ from veomni_triton.plugin import veomni_kernels
 SCRIPT = Path(__file__).with_name("compile_ahead.py")
 CALLS = [
     ("l40s", "float32", "^(?!sparse)", 7),
-    ("l40s", "bfloat16", "^(?!sparse)", 20),
+    ("l40s", "bfloat16", "^(?!sparse)", 21),
     ("h100", "bfloat16", "sparse|^attention", 4),
     ("b200", "bfloat16", "delta|scan|sparse|^attention", 11),
-    ("mi300x", "bfloat16", "", 22),
+    ("mi300x", "bfloat16", "", 23),
 ]
 
 
@@ -31,11 +31,15 @@ def test_every_launch_compiles_and_fits(gpu, dtype, calls, least, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_delta_rule_in_a_fixed_order_is_one_binary(tmp_path):
-    """Of a packed call, a decoded token and tokens that begin anywhere: another one might add up in another order."""
-    rows = assert_compiled(SCRIPT, "h100", "bfloat16", "in a fixed order", 2, tmp_path)
-    for row in rows:
-        assert [each["name"] for each in row["functions"]].count("recurrence_kernel") == 1
+@pytest.mark.parametrize(
+    "calls, kernel, least",
+    [("delta rule.* in a fixed order", "recurrence_kernel", 2), ("log.* in a fixed order", "sums_kernel", 1)],
+    ids=["delta rule", "log-probabilities"],
+)
+def test_in_a_fixed_order_is_one_binary(calls, kernel, least, tmp_path):
+    """For one token, many and packed ones, that begin anywhere: another binary might add up in another order."""
+    for row in assert_compiled(SCRIPT, "h100", "bfloat16", calls, least, tmp_path):
+        assert [each["name"] for each in row["functions"]].count(kernel) == 1
 
 
 def test_products_are_refused_where_triton_has_no_matrix_units():

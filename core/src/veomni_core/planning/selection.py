@@ -254,7 +254,9 @@ class Selection:
         usable = [spec for spec, reasons in against.items() if not any(reasons)]
         if usable:
             passed_over = [*passed_over, *self._unchecked_alone(against, place)]
-        by_name: dict[str, KernelSpec | None] = {EAGER: None, **{spec.name: spec for spec in usable}}
+        by_name: dict[str, KernelSpec | None] = {spec.name: spec for spec in usable}
+        if not (usable and "batch_invariant" in self.require):  # however fast the model's own code is
+            by_name[EAGER] = None
         times = self.profile.get(op_name, {})
         measured = [(times[name], name) for name in by_name if name in times]
         if measured:
@@ -264,7 +266,7 @@ class Selection:
         unmeasured = ""
         if self.times and place.kind:
             fastest, reason = self.times.at(place.kind, usable)
-            if fastest is not None:
+            if fastest in by_name:
                 return Verdict(by_name[fastest], _after(passed_over, reason), as_asked=False)
             unmeasured = f"; {reason}" if reason and usable else ""
         ranked = self._highest(place, usable, against)
@@ -277,7 +279,7 @@ class Selection:
         if not preferred:
             return Verdict(None, _why_none(place, against, self.hardware), as_asked=False)
         best = min(preferred, key=lambda spec: (-spec.preference, spec.name))
-        if best.preference <= _PLAIN and _FUNCTION.fullmatch(place.own):
+        if best.preference <= _PLAIN and not invariant and _FUNCTION.fullmatch(place.own):
             reason = f"the model runs {place.own}, and {best.name} is plain PyTorch: name it to have it"
             return Verdict(None, reason, as_asked=False)
         of_several = f"the highest preference ({best.preference}) of {len(preferred)} usable here"

@@ -86,6 +86,11 @@ def sums_kernel(
     tl.store(sum_of_token + BEFORE_LABEL * tokens, before_label)
 
 
+# As many words as a tile has, and however its rows begin in memory, this is one binary: how many words a thread reads
+# at a time says in which order a row's are added.
+sums_in_fixed_order_kernel = triton.jit(sums_kernel.fn, do_not_specialize=["tokens", "words", "first_word"])
+
+
 @triton.jit
 def gradients_kernel(
     logits,  # [N, W], contiguous

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from veomni_ops.token_logprobs import ENTROPY, LOG_SUM_SQUARES, MEAN_LOGIT, TOP1
 from veomni_triton.sizes import ceil_div
-from veomni_triton.token_logprobs.kernels import gradients_kernel, sums_kernel
+from veomni_triton.token_logprobs.kernels import gradients_kernel, sums_in_fixed_order_kernel, sums_kernel
 from veomni_triton.token_logprobs.tiles import COLUMNS
 
 NUM_WARPS = 4  # 16 words for each thread
@@ -26,13 +26,15 @@ def add_to_sums(
     numbers: Numbers,
     outputs: Collection[str],
     sums: Tensor,
+    in_fixed_order: bool,
 ) -> None:
     """Fold a tile, whose words begin with ``first_word``, into ``sums[SUMS, N]``, as far as ``outputs`` need them."""
     tokens, words = logits.shape
     if not tokens:
         return
+    kernel = sums_in_fixed_order_kernel if in_fixed_order else sums_kernel
     with torch.cuda.device_of(logits):
-        sums_kernel[tokens,](
+        kernel[tokens,](
             logits,
             labels,
             temperatures,

@@ -59,7 +59,8 @@ def _forward(
     for words in tiles:
         logits_NW = tiles.view(kept, words) if words.start >= tiles.first_kept else matrix(work, tokens, words)
         project(hidden, weight[words], None if bias is None else bias[words], logits_NW, in_fixed_order)
-        add_to_sums(logits_NW, words.start, targets, temperatures, (temperature, scale, softcap), outputs, sums)
+        numbers = temperature, scale, softcap
+        add_to_sums(logits_NW, words.start, targets, temperatures, numbers, outputs, sums, in_fixed_order)
     statistics = Statistics(sums, vocabulary)
     results = [torch.where(counts, statistics.of(name), 0.0) for name in outputs]
     entropy = statistics.of(ENTROPY) if ENTROPY in outputs else sums.new_empty(0)
