@@ -262,7 +262,7 @@ TABLES: dict[str, dict[str, Table]] = {
     "rotary_pos_emb_vision": {"gpu": _crossed("triton_rotary_pos_emb_vision", _GRAPH)},
     "sharded": {
         "steps": Table(
-            {"": ("sharded_qwen3_moe_2_h200", "sharded_llama_tp_2_h200")},
+            {"": ("sharded_qwen3_moe_2_h200", "sharded_llama_tp_2_h200", "sharded_qwen3_vl_2_h200")},
             ("kernels",),
             (*_STEP, "peak GB of a GPU", "speed", "memory"),
             libraries=(*_LIGER, "flash-attn-4"),
@@ -334,6 +334,17 @@ TABLES: dict[str, dict[str, Table]] = {
             libraries=_FLA,
             across="kernels",
         ),
+        "pictures": Table(
+            {
+                "Qwen3-VL": ("train_step_qwen3_vl_h200",),
+                "Qwen3-VL, transformers 5.23": ("train_step_qwen3_vl_host_h200",),
+                "Qwen2-VL": ("train_step_qwen2_vl_h200",),
+            },
+            (),
+            _STEP,
+            libraries=_LIGER,
+            across="kernels",
+        ),
         "compiled": Table(
             {
                 "SmolLM3, 8 layers": ("train_step_smollm3_compiled_h100",),
@@ -345,14 +356,6 @@ TABLES: dict[str, dict[str, Table]] = {
             _STEP,
             libraries=_LIGER,
             across="kernels",
-        ),
-        "sums": Table(
-            _gpus("residual_sums"),
-            ("model",),
-            ("of the time of two (20 to 80 %) -> of the time of two",),
-            ", one",
-            _QUACK,
-            "sum and norm",
         ),
     },
     "training": {
