@@ -357,6 +357,14 @@ TABLES: dict[str, dict[str, Table]] = {
             libraries=_LIGER,
             across="kernels",
         ),
+        "sums": Table(
+            _gpus("residual_sums"),
+            ("model",),
+            ("of the time of two (20 to 80 %) -> of the time of two",),
+            ", one",
+            _QUACK,
+            "sum and norm",
+        ),
     },
     "training": {
         "jobs": Table(
