@@ -71,9 +71,7 @@ def definition_distributions() -> list[str]:
 def _read(metadata: Distribution, name: str) -> str | None:
     """What a file of the metadata says, read again only where the file is another: there are hundreds."""
     path = getattr(metadata, "_path", None)  # Python's own finder has it, and no public name for it
-    if not isinstance(path, Path):
-        return metadata.read_text(name)
-    file = f"{path}{os.sep}{name}"
+    file = f"{path}{os.sep}{name}" if isinstance(path, Path) else ""  # of which there is no stat
     try:
         found = os.stat(file)
         return _text(file, found.st_ino, found.st_mtime_ns, found.st_size)

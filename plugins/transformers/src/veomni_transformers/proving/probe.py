@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -127,6 +128,19 @@ def _own(value: Any) -> Any:
     return value
 
 
+def tiny_linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
+    """A float32 linear of these widths, whose numbers are :func:`random`."""
+    linear = bare_copy(_LINEAR)
+    linear.in_features, linear.out_features = inputs, outputs
+    for name, shape in (("weight", (outputs, inputs)), ("bias", (outputs,) if bias else None)):
+        linear._parameters[name] = None if shape is None else nn.Parameter(random(*shape, scale=inputs**-0.5))
+    return linear
+
+
+# Copied as well: the first numbers of a linear on meta take longer than all that is computed with it.
+_LINEAR = nn.Linear(1, 1, device="meta")
+
+
 def resize_attributes(module: nn.Module, sizes: Mapping[int, int]) -> None:
     """Replace each integer attribute of ``module`` that equals a real size by its tiny size in ``sizes``."""
     for name, value in list(vars(module).items()):
@@ -193,14 +207,26 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence Python warnings, and transformers' log messages below errors."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    own, errors_alone = transformers.logging.get_logger("transformers"), _ErrorsAlone()  # type: ignore[no-untyped-call]
+    beyond = logging.getLogger().handlers if own.propagate else []
+    handlers = [each for each in (*own.handlers, *beyond, logging.lastResort) if each is not None]
     try:
+        # Not by its level: setting one clears what each logger of the process knows of levels, 2 ms of a bind.
+        for handler in handlers:
+            handler.addFilter(errors_alone)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        transformers.logging.set_verbosity(before)
+        for handler in handlers:
+            handler.removeFilter(errors_alone)
+
+
+class _ErrorsAlone(logging.Filter):
+    """Lets through what transformers logs as an error, and all that others log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR or record.name.partition(".")[0] != "transformers"
 
 
 @contextmanager
