@@ -55,7 +55,7 @@ def installed_plugins() -> list[InstalledPlugin]:
     found: list[InstalledPlugin] = []
     seen: set[str] = set()
     for metadata in distributions():
-        name, version, problem = _identity(metadata)
+        name, version, problem = identity(metadata)
         key = re.sub(r"[-_.]+", "-", name).lower()
         if name == UNKNOWN or key not in seen:
             found += _declared(metadata, name, version, problem)
@@ -84,7 +84,7 @@ def _text(file: str, *state: int) -> str:
     return Path(file).read_text(encoding="utf-8")
 
 
-def _identity(metadata: Distribution) -> tuple[str, str, str]:
+def identity(metadata: Distribution) -> tuple[str, str, str]:
     """Name and version of a distribution, and what is wrong with its METADATA."""
     try:
         text = _read(metadata, "METADATA")

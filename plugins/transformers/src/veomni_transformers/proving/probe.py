@@ -61,7 +61,7 @@ def bare_copy(module: nn.Module) -> nn.Module:
     # Not copy.copy, which calls __new__: FSDP2 gives its modules a __new__ that constructs them again.
     duplicate: nn.Module = object.__new__(type(module))
     attributes = {name: _own(value) for name, value in vars(module).items() if name not in _REGISTRIES}
-    vars(duplicate).update({name: _copied(value) for name, value in _EMPTY.items()}, **attributes)
+    vars(duplicate).update(_EMPTY, **{name: copied() for name, copied in _COPIED}, **attributes)
     for tensors in ("_parameters", "_buffers"):
         vars(duplicate)[tensors] = {name: None for name, value in vars(module)[tensors].items() if value is None}
     vars(duplicate).pop("forward", None)
@@ -85,6 +85,7 @@ def full_copy(module: nn.Module) -> nn.Module:
 
 # What a module has before it is given anything. Copied for each probe: making a module takes ten times as long.
 _EMPTY: Mapping[str, Any] = vars(nn.Module())
+_COPIED = [(name, value.copy) for name, value in _EMPTY.items() if isinstance(value, dict | set)]
 # The attributes that every nn.Module has, except for its mode, which is copied as a setting.
 _REGISTRIES = frozenset(_EMPTY) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -111,10 +112,6 @@ def without_layers(module: nn.Module, layer: Callable[[str, bool], nn.Module]) -
 def has_hooks(module: nn.Module) -> bool:
     """Whether the module has hooks that run before or after its forward or backward."""
     return any(vars(module).get(name) for name in _HOOKS)
-
-
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, dict) else value
 
 
 def _own(value: Any) -> Any:
