@@ -127,7 +127,7 @@ def _own(value: Any) -> Any:
 
 def tiny_linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
     """A float32 linear of these widths, whose numbers are :func:`random`."""
-    linear = bare_copy(_LINEAR)
+    linear: nn.Linear = bare_copy(_LINEAR)  # type: ignore[assignment]
     linear.in_features, linear.out_features = inputs, outputs
     for name, shape in (("weight", (outputs, inputs)), ("bias", (outputs,) if bias else None)):
         linear._parameters[name] = None if shape is None else nn.Parameter(random(*shape, scale=inputs**-0.5))
