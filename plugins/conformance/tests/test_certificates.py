@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import textwrap
 from dataclasses import asdict, replace
@@ -26,7 +25,7 @@ from veomni_conformance.ledger import (
     store,
     write_certificates,
 )
-from veomni_conformance.this_machine import CheckedKernel, ThisMachine
+from veomni_conformance.this_machine import CheckedKernel, ThisMachine, installed_version
 from veomni_core import Hardware, OpsConfig, Plan, Site
 from veomni_core.errors import KernelUnavailableError, UnknownNameError
 
@@ -99,7 +98,7 @@ def test_every_plan_says_how_its_kernels_stand():
 )
 def test_what_is_otherwise_makes_it_verified_elsewhere(field, value, words, monkeypatch):
     versions = {"torch": "2.13.0", "triton": "3.6.0", "veomni-conformance": "0.2", "veomni-ops": "0.2"}
-    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr("veomni_conformance.this_machine.installed_version", versions.__getitem__)
     (certificate,) = verified()
     assert standing() == HERE
     other = replace(certificate, checked=replace(certificate.checked, **{field: value}))
@@ -120,9 +119,10 @@ def test_another_dtype_or_kernel_is_no_certificate():
 def test_what_a_compiler_broke_is_caught(monkeypatch):
     """As when a release of Triton compiled a right kernel to a wrong one on one GPU: certified before, not after."""
     triton = {"version": "3.2.0"}
-    found = importlib.metadata.version
+    found = installed_version
     monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: triton["version"] if name == "triton" else found(name)
+        "veomni_conformance.this_machine.installed_version",
+        lambda name: triton["version"] if name == "triton" else found(name),
     )
     verified()
     assert chosen(planned("acme")) == ["acme"]
@@ -138,7 +138,7 @@ def test_what_a_compiler_broke_is_caught(monkeypatch):
 
 def test_a_new_certificate_replaces_the_one_of_other_versions(monkeypatch):
     verified()
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99")
+    monkeypatch.setattr("veomni_conformance.this_machine.installed_version", lambda name: "99")
     verified()
     packages = ("torch 99", "triton 99", "veomni-conformance 99", "veomni-ops 99")
     assert [each.checked.packages for each in read_ledger()[0]] == [packages]

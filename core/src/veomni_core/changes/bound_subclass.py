@@ -77,16 +77,16 @@ def bound_subclass(
         "__doc__": eager.__doc__,
         MADE_BY: classes,
         EAGER: eager,
+        "__no_type_check__": True,  # transformers evaluates a model's annotations, which eager has, for each subclass
     }
     # Created through the metaclass, as a class statement would.
     bound: Any = type(eager)(eager.__name__, (eager,), namespace)  # type: ignore[misc]
+    del bound.__no_type_check__
     setattr(bound, SELF, bound)
     bound.__new__ = staticmethod(_making(bound, eager))
     methods: list[Callable[..., Any]] = [__reduce_ex__]
-    if guarded:
-        methods += _guarding(bound, guarded, classes)
-    if HOOKS in guarded:
-        methods += _guarding_hooks(bound, classes)
+    methods += _guarding(bound, guarded, classes) if guarded else ()
+    methods += _guarding_hooks(bound, classes) if HOOKS in guarded else ()
     for method in methods:
         setattr(bound, method.__name__, method)
     return bound

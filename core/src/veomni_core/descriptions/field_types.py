@@ -43,7 +43,7 @@ def check_fields(
     owner = owner or f"{type(spec).__name__} {spec.name!r}"
     for field, default, container, kind in _described(type(spec)):  # type: ignore[arg-type]
         value = getattr(spec, field)
-        if (value is None and default is None) or (field in optional_references and not value):
+        if (value is default and not value and field not in names) or (field in optional_references and not value):
             continue
         if field in references or field in optional_references:
             _require_reference(owner, field, value)

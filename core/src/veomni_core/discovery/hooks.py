@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from inspect import isroutine
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -17,14 +17,13 @@ from veomni_core.errors import SpecError
 def described_by(module: Any) -> dict[str, tuple[Any, ...]]:
     """Call each hook of one plugin, in a separate pluggy manager, so that plugins can't interfere with each other."""
     _check_api_versions(module)
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(_marked(hookspecs, "spec"))
-    manager.register(_marked(module, "impl"))
-    try:
-        manager.check_pending()
-    except pluggy.PluginValidationError as error:
-        raise SpecError(f"{error}. Hooks: {', '.join(hookspecs.DESCRIPTIONS)}") from error
-    described = {}
+    mark = f"{hookspecs.PROJECT}_impl"
+    implemented = (
+        (name, each, getattr(each, "__code__", None), str(getattr(each, mark)))
+        for name, each in vars(module).items()
+        if hasattr(type(each), "__get__") and hasattr(each, mark)  # nothing else can be a function
+    )
+    manager, described = _manager_of(module.__name__, *implemented), {}
     for hook, (field, kind) in hookspecs.DESCRIPTIONS.items():
         try:
             answers = getattr(manager.hook, hook)()
@@ -34,12 +33,18 @@ def described_by(module: Any) -> dict[str, tuple[Any, ...]]:
     return described
 
 
-def _marked(module: Any, mark: str) -> ModuleType:
-    """What pluggy would find in ``module``. It looks at each name there, for every plugin of every search."""
-    found = ModuleType(module.__name__)
-    marked = f"{hookspecs.PROJECT}_{mark}"
-    vars(found).update({name: each for name, each in vars(module).items() if isroutine(each) and hasattr(each, marked)})
-    return found
+@lru_cache(maxsize=64)
+def _manager_of(module: str, *implemented: tuple[Any, ...]) -> pluggy.PluginManager:
+    """pluggy's manager of these functions alone. Making one takes longer than what most of them return."""
+    manager, plugin = pluggy.PluginManager(hookspecs.PROJECT), ModuleType(module)
+    vars(plugin).update({name: function for name, function, *_ in implemented})
+    manager.add_hookspecs(hookspecs)
+    manager.register(plugin)
+    try:
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise SpecError(f"{error}. Hooks: {', '.join(hookspecs.DESCRIPTIONS)}") from error
+    return manager
 
 
 def _check_api_versions(module: Any) -> None:
@@ -65,8 +70,7 @@ def _checked(hook: str, described: type | str, answer: Any) -> list[Any]:
     kind: type = load_attribute(described) if isinstance(described, str) else described
     if isinstance(answer, (str, Mapping)) or not isinstance(answer, Iterable):
         raise SpecError(f"{hook}() must return a list of {kind.__name__}, not {type(answer).__name__}")
-    items = list(answer)
-    for position, item in enumerate(items):
+    for position, item in enumerate(items := list(answer)):
         if not isinstance(item, kind):
             raise SpecError(f"{hook}() item {position} must be a {kind.__name__}, not {type(item).__name__}: {item!r}")
     return items

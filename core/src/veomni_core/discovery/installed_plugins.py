@@ -55,7 +55,7 @@ def installed_plugins() -> list[InstalledPlugin]:
     found: list[InstalledPlugin] = []
     seen: set[str] = set()
     for metadata in distributions():
-        name, version, problem = _identity(metadata)
+        name, version, problem = identity(metadata)
         key = re.sub(r"[-_.]+", "-", name).lower()
         if name == UNKNOWN or key not in seen:
             found += _declared(metadata, name, version, problem)
@@ -71,9 +71,7 @@ def definition_distributions() -> list[str]:
 def _read(metadata: Distribution, name: str) -> str | None:
     """What a file of the metadata says, read again only where the file is another: there are hundreds."""
     path = getattr(metadata, "_path", None)  # Python's own finder has it, and no public name for it
-    if not isinstance(path, Path):
-        return metadata.read_text(name)
-    file = f"{path}{os.sep}{name}"
+    file = f"{path}{os.sep}{name}" if isinstance(path, Path) else ""  # of which there is no stat
     try:
         found = os.stat(file)
         return _text(file, found.st_ino, found.st_mtime_ns, found.st_size)
@@ -86,7 +84,7 @@ def _text(file: str, *state: int) -> str:
     return Path(file).read_text(encoding="utf-8")
 
 
-def _identity(metadata: Distribution) -> tuple[str, str, str]:
+def identity(metadata: Distribution) -> tuple[str, str, str]:
     """Name and version of a distribution, and what is wrong with its METADATA."""
     try:
         text = _read(metadata, "METADATA")

@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -189,13 +190,20 @@ def store() -> Path:
 
 def read_ledger() -> tuple[tuple[Certificate, ...], tuple[FailedCheck, ...]]:
     """What passed and what failed, as the file has it; nothing if there is none, or if it is damaged: a warning."""
-    data = _json_of(store(), {_PASSED: [], _FAILED: []})
     try:
-        failed = [FailedCheck(CheckedKernel(**e["checked"]), str(e["date"]), str(e["reason"])) for e in data[_FAILED]]
-        return tuple(map(Certificate.from_dict, data[_PASSED])), tuple(failed)
+        return _ledger_in(store().read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return (), ()
     except _DAMAGE as error:
         _warn_of_damage(store(), error)
         return (), ()
+
+
+@lru_cache(maxsize=4)
+def _ledger_in(text: str) -> tuple[tuple[Certificate, ...], tuple[FailedCheck, ...]]:
+    data = json.loads(text)
+    failed = [FailedCheck(CheckedKernel(**e["checked"]), str(e["date"]), str(e["reason"])) for e in data[_FAILED]]
+    return tuple(map(Certificate.from_dict, data[_PASSED])), tuple(failed)
 
 
 def record(passed: Iterable[Certificate], failed: Mapping[CheckedKernel, str]) -> None:
@@ -218,7 +226,9 @@ def record(passed: Iterable[Certificate], failed: Mapping[CheckedKernel, str]) -
 def read_certificates(path: Path) -> tuple[Certificate, ...]:
     """What a plugin ships in the file; nothing if there is none, or if it is damaged, which is a warning."""
     try:
-        return tuple(map(Certificate.from_dict, _json_of(path, [])))
+        return tuple(map(Certificate.from_dict, json.loads(path.read_text(encoding="utf-8"))))
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
     except _DAMAGE as error:
         _warn_of_damage(path, error)
         return ()
@@ -234,16 +244,6 @@ def write_certificates(path: Path, certificates: Iterable[Certificate]) -> None:
         path.write_text(json.dumps([asdict(each) for each in certificates], indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise HostError(f"{path} can't be written: {error}") from error
-
-
-def _json_of(path: Path, absent: Any) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return absent
-    except (OSError, ValueError) as error:
-        _warn_of_damage(path, error)
-        return absent
 
 
 def _write_whole(path: Path, data: object) -> None:

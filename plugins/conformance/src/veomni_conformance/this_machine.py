@@ -11,6 +11,7 @@ from pathlib import Path
 from veomni_conformance.installed_files import combined, hashed_files
 from veomni_core.descriptions.hardware import Hardware, requirement
 from veomni_core.descriptions.kernel_spec import KernelSpec
+from veomni_core.discovery.installed_plugins import identity
 from veomni_core.discovery.registry import PluginRecord
 from veomni_ops.torch_overrides import PYTHON_NATIVE, changed_overrides
 
@@ -123,11 +124,16 @@ class ThisMachine:
         if distribution == PYTHON_NATIVE:
             return changed_overrides()
         if distribution not in self._versions:
-            try:
-                self._versions[distribution] = importlib.metadata.version(distribution)
-            except importlib.metadata.PackageNotFoundError:
-                self._versions[distribution] = ""
+            self._versions[distribution] = installed_version(distribution)
         return self._versions[distribution]
+
+
+def installed_version(distribution: str) -> str:
+    """The version of the distribution, as discovery reads it; empty if it is not installed."""
+    try:
+        return identity(importlib.metadata.distribution(distribution))[1]
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _driver() -> str:

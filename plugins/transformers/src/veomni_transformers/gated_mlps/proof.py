@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from veomni_ops.contract import Contract
 from veomni_transformers.forwards.gated_mlps import Layout, over_linears
@@ -94,11 +93,7 @@ def _copy(module: nn.Module, linears: dict[str, Any], layout: Layout, dtype: tor
         if name in shapes:
             inputs_width, outputs_width = shapes[name]
             bias = getattr(child, "bias", None) is not None
-            linear = skip_init(nn.Linear, inputs_width, outputs_width, bias=bias)
-            with torch.no_grad():
-                for parameter in linear.parameters():
-                    parameter.copy_(probe.random(*parameter.shape, scale=inputs_width**-0.5))
-            duplicate._modules[name] = linear.to(dtype)
+            duplicate._modules[name] = probe.tiny_linear(inputs_width, outputs_width, bias).to(dtype)
         else:
             duplicate._modules[name] = None if child is None else probe.full_copy(child)
     return duplicate

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -30,7 +29,7 @@ def head_twin(model: Any, head: nn.Linear, hidden: Tensor) -> tuple[nn.Module, n
         LookupError: the model has no part that could be its decoder, or too large a part besides it.
     """
     sizes = {head.out_features: VOCABULARY}
-    tiny_head = _linear(head.in_features, head.bias is not None)
+    tiny_head = probe.tiny_linear(head.in_features, VOCABULARY, head.bias is not None)
     decoder, others = _decoder(model, head)
     stand_ins = {id(child): _StandIn(child, hidden) for child in others if child is decoder or _is_large(child)}
     twin: Any = _copied(model, {id(head): tiny_head, **stand_ins}, sizes)
@@ -40,14 +39,6 @@ def head_twin(model: Any, head: nn.Linear, hidden: Tensor) -> tuple[nn.Module, n
             config.vocab_size = VOCABULARY
             config.output_router_logits = False
     return twin.train(), tiny_head
-
-
-def _linear(width: int, bias: bool) -> nn.Linear:
-    """A projection of ``width`` to the vocabulary, whose numbers are not drawn from the process's generator."""
-    linear: nn.Linear = skip_init(nn.Linear, width, VOCABULARY, bias=bias)
-    for parameter in linear.parameters():
-        parameter.data.copy_(probe.random(*parameter.shape, scale=width**-0.5))
-    return linear
 
 
 def decoder_width(model: Any, head: nn.Linear) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -88,11 +88,16 @@ class LinearsOfZeros(TorchFunctionMode):
                 return _zeros_like(x, *x.shape[:-1], weight.shape[0])
         if func is Tensor.__setitem__ and _has_no_memory(args[0]):  # zeros are zeros, wherever a mask sets some
             return None
-        if _IN_PLACE.fullmatch(getattr(func, "__name__", "")) and args and _has_no_memory(args[0]):
+        if _is_in_place(getattr(func, "__name__", "")) and args and _has_no_memory(args[0]):
             args[0].data = args[0].clone()
         if kwargs.get("inplace"):
             kwargs["inplace"] = False
         return func(*args, **kwargs)
+
+
+@cache
+def _is_in_place(name: str) -> bool:
+    return bool(_IN_PLACE.fullmatch(name))
 
 
 def _has_no_memory(tensor: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def run(module: nn.Module, forward: Function, functions: Iterable[str], candidat
             attempt(leading, positions, others) for others in (False, True) for leading in ((BATCH, LENGTH), (LENGTH,))
         )
         first = next(runs)
-        return next((each for each in (first, *runs) if each.calls or not each.why_it_ended), first)
+        return next((each for each in chain([first], runs) if each.calls or not each.why_it_ended), first)
 
     return tuple(map(tried, candidates))
 
