@@ -101,9 +101,18 @@ def test_activations_of_own_code_keep_values_gradients_and_what_they_are_given()
             (y, *torch.autograd.grad(y.square().sum(), x)) for y in (in_whole_vectors(function, x), function(x))
         )
         torch.testing.assert_close(found, wanted)
-    given = x.detach().clone()
+    given, many = x.detach().clone(), torch.randn(70001)  # of which two threads take a share each
     with _Vectors():
         assert F.elu(given, inplace=True) is given
+        for function in (F.silu, F.mish, lambda x: torch.sigmoid(input=x)):
+            assert function(many[64:-2]).equal(function(many)[64:-2])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])  # the latter's module holds a function
+def test_an_mlp_that_stays_the_models_own_has_the_same_bits_too(activation):
+    model = build("llama", hidden_act=activation)
+    with bind(model, {**SAME, "swiglu_mlp_implementation": "eager"}, device="cpu"):
+        assert [each for each in check_parity(model) if not each.same_bits] == []
 
 
 @pytest.mark.thorough
