@@ -14,6 +14,7 @@ from models import build
 from tiny_models import tiny_model
 from veomni_core import bind
 from veomni_core.cli.app import build_app
+from veomni_core.errors import ConfigError
 from veomni_transformers.parity import OWN, check_parity
 from veomni_transformers.whole_vectors import _Vectors, in_whole_vectors
 
@@ -75,6 +76,14 @@ def test_what_the_own_code_gives_is_compared_and_promises_nothing():
     with bind(model, SAME, device="cpu"):
         last = check_parity(model, own=own)[-1]
     assert last.layout == OWN and last.largest < 1e-5
+
+
+def test_a_model_that_draws_random_numbers_is_refused_and_one_with_a_cache_of_states_is_decoded():
+    with pytest.raises(ConfigError, match="attention_dropout: 0.0"):
+        check_parity(build("llama", attention_dropout=0.1))
+    scan = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "num_hidden_layers": 1, "chunk_size": 8}
+    last = check_parity(build("mamba2", **scan))[-1]
+    assert last.layout == "token by token, with a cache" and last.largest < 1e-5
 
 
 @pytest.mark.thorough
