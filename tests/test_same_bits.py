@@ -14,6 +14,7 @@ from models import build
 from tiny_models import tiny_model
 from veomni_core import bind
 from veomni_core.cli.app import build_app
+from veomni_core.errors import ConfigError
 from veomni_transformers.parity import OWN, check_parity
 from veomni_transformers.whole_vectors import _Vectors, in_whole_vectors
 
@@ -77,6 +78,14 @@ def test_what_the_own_code_gives_is_compared_and_promises_nothing():
     assert last.layout == OWN and last.largest < 1e-5
 
 
+def test_a_model_that_draws_random_numbers_is_refused_and_one_with_a_cache_of_states_is_decoded():
+    with pytest.raises(ConfigError, match="attention_dropout: 0.0"):
+        check_parity(build("llama", attention_dropout=0.1))
+    scan = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "num_hidden_layers": 1, "chunk_size": 8}
+    last = check_parity(build("mamba2", **scan))[-1]
+    assert last.layout == "token by token, with a cache" and last.largest < 1e-5
+
+
 @pytest.mark.thorough
 def test_kimis_delta_attention_has_the_same_bits_too():
     model = tiny_model("kimi_linear", torch.float32)
@@ -101,9 +110,18 @@ def test_activations_of_own_code_keep_values_gradients_and_what_they_are_given()
             (y, *torch.autograd.grad(y.square().sum(), x)) for y in (in_whole_vectors(function, x), function(x))
         )
         torch.testing.assert_close(found, wanted)
-    given = x.detach().clone()
+    given, many = x.detach().clone(), torch.randn(70001)  # of which two threads take a share each
     with _Vectors():
         assert F.elu(given, inplace=True) is given
+        for function in (F.silu, F.mish, lambda x: torch.sigmoid(input=x)):
+            assert function(many[64:-2]).equal(function(many)[64:-2])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])  # the latter's module holds a function
+def test_an_mlp_that_stays_the_models_own_has_the_same_bits_too(activation):
+    model = build("llama", hidden_act=activation)
+    with bind(model, {**SAME, "swiglu_mlp_implementation": "eager"}, device="cpu"):
+        assert [each for each in check_parity(model) if not each.same_bits] == []
 
 
 @pytest.mark.thorough

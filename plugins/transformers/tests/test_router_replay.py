@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from routers_by_hand import FAMILIES, by_hand, made
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 from distributed import run_ranks
 from models import assert_equal_steps, assert_same_bits, build, tokens
 from veomni_core import bind
+from veomni_core.errors import BindingError
 from veomni_transformers.proving.code_reading import Readings
 from veomni_transformers.router_replay import (
     RouterChoices,
@@ -124,6 +127,23 @@ def test_nothing_of_it_stays_in_the_model():
     assert [(type(each), dict(vars(each))) for each in model.modules()] == before
 
 
+def test_the_inner_of_two_replays_counts_and_copies_and_models_that_are_bound_meanwhile_keep_nothing():
+    model, inputs = made("qwen3_moe"), {"input_ids": IDS}
+    one, other = (recorded(made("qwen3_moe", seed=seed), inputs) for seed in (7, 8))
+    own, free = recorded(model, inputs), RouterChoices(torch.full_like(one.indices, -1), one.experts)
+    with router_replay(model, one):
+        copied = copy.deepcopy(model)
+        for inner, wanted in ((other, other), (free, own)):
+            with router_replay(model, inner):
+                assert recorded(model, inputs).indices.equal(wanted.indices)
+        assert recorded(model, inputs).indices.equal(one.indices)
+    assert recorded(copied, inputs).indices.equal(own.indices)
+    with pytest.raises(BindingError, match="on top of this router replay"), router_replay(model, one):
+        binding = bind(model, {"preset": "eager"}, device="cpu")
+    binding.undo()
+    assert recorded(model, inputs).indices.equal(own.indices)
+
+
 def test_bound_models_replay_under_the_kernel_of_their_routers_product():
     model, inputs = made("deepseek_v3"), {"input_ids": tokens(5, 15)}  # more rows than a tile of the kernel has
     choices = recorded(made("deepseek_v3", seed=7), inputs)
@@ -162,6 +182,9 @@ MISTAKES = {
     r"has expert -2": lambda c: RouterChoices(edited(c.indices, (0, 2, 1), -2), c.experts),
     "beside experts": lambda c: RouterChoices(edited(c.indices, (1, 2, 1, 0), -1), c.experts),
     "expected whole numbers": lambda c: RouterChoices(c.indices.float(), c.experts),
+    "twice in layer 0: .* Give -1": lambda c: RouterChoices(torch.zeros_like(c.indices), c.experts),
+    "torch.bool": lambda c: RouterChoices(c.indices > 0, c.experts),
+    "expected RouterChoices": lambda c: c.indices,
     r"this forward is of \[3, 9\]": lambda c: RouterChoices(c.indices[:, :-1], c.experts),
 }
 

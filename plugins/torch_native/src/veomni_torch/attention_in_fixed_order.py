@@ -94,7 +94,7 @@ def _forward(
     for b in range(batch):
         q_KGSD = _widened(query[b].unflatten(0, (-1, groups)).to(wide) * scale)
         k_KLD, v_KLD = _widened(key[b].to(wide)), _widened(value[b].to(wide))
-        seen_HSL, added_HSL, kept_HSL = _split(mask[b % mask.shape[0]], wide)
+        seen_HSL, added_HSL, kept_HSL = _split(mask[b % mask.shape[0]], wide, s_aux)
         any_SL = seen_HSL.any(0)
         first_S = any_SL.int().argmax(-1).tolist() if any_SL.shape[-1] else [0] * queries
         after_S = (any_SL * torch.arange(1, any_SL.shape[-1] + 1)).amax(-1).tolist() if any_SL.shape[-1] else first_S
@@ -160,7 +160,7 @@ def _backward(
     dsinks = torch.zeros(0 if s_aux is None else query.shape[1], dtype=wide)
     for b in range(query.shape[0]):
         k_KLD, v_KLD = key[b].to(wide), value[b].to(wide)
-        seen_HSL, added_HSL, kept_HSL = _split(mask[b % mask.shape[0]], wide)
+        seen_HSL, added_HSL, kept_HSL = _split(mask[b % mask.shape[0]], wide, s_aux)
         for at in range(0, query.shape[2], _BACKWARD_QUERIES):
             rows = slice(at, at + _BACKWARD_QUERIES)
             q_KRD = query[b, :, rows].to(wide).unflatten(0, (-1, groups)).flatten(1, 2)
@@ -219,16 +219,16 @@ def _gradients(ctx: Any, upstream: Tensor, _: Tensor | None) -> tuple[Tensor | N
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def _split(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _split(mask: Tensor, dtype: torch.dtype, s_aux: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What is seen, what is added to scores, and by what they are multiplied first, each ``[1 or H, S, L]``.
 
     The lowest numbers hide a key. A row of nothing else sees all keys, and its scores are lost beside such numbers; not
-    beside those of float16.
+    beside those of float16. Where there are sinks, it sees these alone.
     """
     if mask.dtype == torch.bool:
         return mask, None, None
     seen = mask > torch.finfo(mask.dtype).min / 2
-    lowest = ~seen.any(-1, keepdim=True)
+    lowest = ~seen.any(-1, keepdim=True) & (s_aux is None)
     added = torch.where(lowest & ~mask.isinf(), 0.0, mask).to(dtype)
     lost = lowest & (mask.dtype != torch.float16)
     return seen | (lowest & ~mask.isinf()), added, (~lost).to(dtype).expand(mask.shape)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from veomni_core.binding.binding import binding_of
 from veomni_core.changes.bound_subclass import eager_class
-from veomni_core.errors import VeOmniError
+from veomni_core.errors import ConfigError, VeOmniError
 from veomni_core.kernels import IGNORED
 from veomni_core.random_states import random_states_kept
 from veomni_ops.token_logprobs import LOGPROBS
@@ -64,7 +64,7 @@ def check_parity(
     """Compare log-probabilities of the same tokens, in every layout in which rollouts and training meet them.
 
     Args:
-        model: a causal language model with weights, bound or not, whose dropout is off.
+        model: a causal language model with weights, bound or not, that draws no random numbers.
         input_ids: tokens ``[B, T]``, at least two each way; without them, random ones.
         own: the same model, unbound, to compare with too.
 
@@ -72,7 +72,7 @@ def check_parity(
         For each layout how far it is from the training's forward.
 
     Raises:
-        ValueError: there are too few tokens.
+        ValueError: there are too few tokens; as a ConfigError, the training's forward draws random numbers.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -92,7 +92,13 @@ def check_parity(
         raise ValueError(f"input_ids is {list(ids.shape)}; give at least two sequences of two tokens [B, T]")
     with random_states_kept():
         with _mode(model, True):
+            before = _random_state(model.device)
             wanted = _run(model, _successors(ids), {"input_ids": ids})
+            if not before.equal(_random_state(model.device)):
+                raise ConfigError(
+                    "the training's forward draws random numbers, as dropout does and routers' noise: no other forward "
+                    "gives its bits. Set them to 0 in the model's config, as attention_dropout: 0.0"
+                )
         with _mode(model, False), torch.no_grad():
             found = [_compared(model, name, wanted, run) for name, run in _layouts(model, ids)]
     if own is not None:
@@ -133,10 +139,11 @@ def _padded(model: PreTrainedModel, ids: Tensor, labels: Tensor, before: int, ha
 
 def _decoded(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> _Run:
     cache, steps = None, []
+    name = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
     for now, wanted in zip(ids.split(1, dim=1), labels.split(1, dim=1), strict=True):
         outputs: list[Any] = []
-        steps.append(_run(model, wanted, {"input_ids": now, "past_key_values": cache, "use_cache": True}, outputs))
-        cache = outputs[0].past_key_values
+        steps.append(_run(model, wanted, {"input_ids": now, name: cache, "use_cache": True}, outputs))
+        cache = outputs[0][name]
     return _joined(steps, 1)
 
 
@@ -199,6 +206,10 @@ def _named(model: PreTrainedModel, path: str) -> str:
         else [f"{d.site.op_name}:{d.kernel}" for d in binding.plan.decisions if d.site.path == path]
     )
     return f"{path or 'the model'} ({', '.join([kind, *kernels])})"
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
 @contextmanager

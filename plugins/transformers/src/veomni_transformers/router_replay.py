@@ -117,6 +117,8 @@ class RecordedChoices:
 def record_router(model: nn.Module) -> Iterator[RecordedChoices]:
     """Within it, note the experts that each token of ``model``'s forwards goes to; not those that backward repeats.
 
+    Of a generation that is a rollout's if rows stay in their places: by sampling or greedily, not by beams.
+
     Args:
         model: a transformers model, bound or not, or a wrapper around one.
 
@@ -149,7 +151,7 @@ def router_replay(model: nn.Module, choices: RouterChoices) -> Iterator[None]:
 
     Every forward in it is of the batch that ``choices`` is of: ``[B, T]`` tokens. Routers weigh the experts by their
     own code, and where ``choices`` has -1 they choose as they do without, bit for bit. Afterwards the model is as it
-    was before.
+    was before. Within another replay, this one's choices count.
 
     Args:
         model: a transformers model, bound or not, or a wrapper around one.
@@ -157,8 +159,8 @@ def router_replay(model: nn.Module, choices: RouterChoices) -> Iterator[None]:
 
     Raises:
         RouterReplayError: a router is not proven; choices are of another number of layers, of experts, or of experts
-            per token, or beyond them; a forward is of another shape; or backward, which runs checkpointed layers
-            again, comes after it.
+            per token, beyond them, or of one twice; a forward is of another shape; or backward, which runs
+            checkpointed layers again, comes after it.
     """
     with WatchedRouters(model, proven_routers(model), "router replay") as watched:
         watched.replay(choices)
@@ -210,30 +212,36 @@ class WatchedRouters(Transformation):
 
     def leave(self) -> None:
         """From now on routers choose by themselves."""
-        self._takes: Callable[[int, torch.Size, torch.device], Tensor | None] = lambda layer, shape, device: None
+        self._takes: Callable[[int, torch.Size, torch.device], Tensor | None] | None = None
         self._gives: Callable[[int, torch.Size, Tensor], None] = lambda layer, shape, indices: None
         self._needs_backward_inside = False
+
+    def undo(self) -> None:
+        """Leave first: a copy of the model has these routers too, and so has a model whose undoing is refused."""
+        self.leave()
+        super().undo()
 
     def record(self, recorded: RecordedChoices) -> None:
         """From now on routers choose by themselves, and it is noted in ``recorded``."""
         self.leave()
+        self._takes = lambda layer, shape, device: None
         self._gives = lambda layer, shape, indices: recorded.add(layer, indices.reshape(*shape, -1))
 
     def replay(self, choices: RouterChoices) -> None:
         """From now on forwards are of the batch of ``choices``."""
-        _refuse_misfits(self._routers, choices)
+        indices = _fitting(self._routers, choices)
         self.leave()
         self._needs_backward_inside = _refuse_reentrant(self.model)
         kept: dict[tuple[int, torch.device], Tensor] = {}
 
         def takes(layer: int, shape: torch.Size, device: torch.device) -> Tensor:
-            if shape != choices.indices.shape[:2]:
+            if shape != indices.shape[:2]:
                 raise RouterReplayError(
-                    f"choices are of {list(choices.indices.shape[:2])} tokens, and this forward is of {list(shape)}: "
+                    f"choices are of {list(indices.shape[:2])} tokens, and this forward is of {list(shape)}: "
                     "choices.packed(mask) and .padded(mask) lay them out as another batch"
                 )
             if (layer, device) not in kept:
-                kept[layer, device] = choices.indices[:, :, layer].to(device, torch.int64).flatten(0, 1)
+                kept[layer, device] = indices[:, :, layer].to(device, torch.int64).flatten(0, 1)
             return kept[layer, device]
 
         self._takes = takes
@@ -262,6 +270,8 @@ class WatchedRouters(Transformation):
         @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph would keep what it was traced with
         @wraps(original)
         def forward(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._takes is None:
+                return original(module, hidden_states, *args, **kwargs)
             shape = self._shapes[layer]
             mode = Forced(self._takes(layer, shape, hidden_states.device), chooser.number, chooser.calls)
             with mode:
@@ -295,23 +305,30 @@ class WatchedRouters(Transformation):
                 each.register_hook(refuse)
 
 
-def _refuse_misfits(routers: Sequence[Router], choices: RouterChoices) -> None:
+def _fitting(routers: Sequence[Router], choices: RouterChoices) -> Tensor:
+    """The indices of ``choices``, of signed numbers, if they fit."""
+    if not isinstance(choices, RouterChoices):
+        raise RouterReplayError(f"choices are a {type(choices).__name__}, expected RouterChoices, as recorded.choices")
     indices, experts = choices.indices, tuple(router.chooser.experts for router in routers)
     why_not = ""
-    if indices.dim() != 4 or indices.is_floating_point():
+    if indices.dim() != 4 or indices.dtype == torch.bool or indices.is_floating_point() or indices.is_complex():
         why_not = f"choices are {indices.dtype} {list(indices.shape)}, expected whole numbers [B, T, L, K]"
     elif indices.shape[2] != len(routers):
         why_not = f"choices are of {indices.shape[2]} layers, and the model has {len(routers)} with routers"
-    elif choices.experts != experts:
+    elif tuple(choices.experts) != experts:
         why_not = f"choices are among {list(choices.experts)} experts by layer, and the model has {list(experts)}"
     elif wrong := [router for router in routers if router.chooser.top_k != indices.shape[3]]:
         why_not = (
             f"choices are of {indices.shape[3]} experts per token, and {wrong[0].path} takes {wrong[0].chooser.top_k}"
         )
     elif indices.numel():
+        indices = indices if indices.dtype.is_signed else indices.to(torch.int64)
         limits = torch.tensor(experts, device=indices.device)[:, None]
         own = indices == OWN
         beyond = (indices < OWN) | (indices >= limits)
+        twice = torch.zeros_like(own)
+        for shift in range(1, indices.shape[3]):
+            twice |= indices == indices.roll(shift, -1)
         if bool(beyond.any()):
             b, t, layer, k = beyond.nonzero()[0].tolist()
             expert = int(indices[b, t, layer, k])
@@ -320,8 +337,15 @@ def _refuse_misfits(routers: Sequence[Router], choices: RouterChoices) -> None:
             why_not = (
                 f"a position has {OWN} beside experts: a router chooses all of a token's experts by itself, or none"
             )
+        elif bool((twice & ~own).any()):
+            b, t, layer, k = (twice & ~own).nonzero()[0].tolist()
+            why_not = (
+                f"position [{b}, {t}] has expert {int(indices[b, t, layer, k])} twice in layer {layer}: no router does "
+                f"so. Give {OWN} where nothing was recorded, as at padding"
+            )
     if why_not:
         raise RouterReplayError(f"these choices can't be replayed: {why_not}")
+    return indices
 
 
 def _refuse_reentrant(model: nn.Module) -> bool:

@@ -22,10 +22,21 @@ from veomni_core.discovery.registry import Registry
 from veomni_core.planning.plan import Plan
 from veomni_core.sites.walk import named_modules
 from veomni_transformers.proving.functions import code_layers, current_forward
-from veomni_transformers.proving.reachable_code import nested_code
+from veomni_transformers.proving.reachable_code import is_library, nested_code, reached_functions, undecorated
 
 _ACTIVATIONS = frozenset(
-    (torch.sigmoid, Tensor.sigmoid, F.softplus, F.silu, F.gelu, F.mish, F.elu, F.selu, F.celu)  # of x alone, or x first
+    (
+        torch.sigmoid,
+        Tensor.sigmoid,
+        torch.special.expit,
+        F.softplus,
+        F.silu,
+        F.gelu,
+        F.mish,
+        F.elu,
+        F.selu,
+        F.celu,
+    )  # of x alone, or x first
 )
 _NAMES = frozenset(each.__name__ for each in _ACTIVATIONS)
 _VECTOR, _PART = 64, 2**14  # elements: a multiple of what vectors hold, and fewer than torch gives to several threads
@@ -39,9 +50,18 @@ class WholeVectors(WholeModelRule):
         if "batch_invariant" not in plan.require or plan.hardware.device_type != "cpu":
             return
         for path, module in named_modules(model):
-            forward = current_forward(module)
-            if any(not _NAMES.isdisjoint(c.co_names) for f in code_layers(forward) for c in nested_code(f.__code__)):
-                yield path, ForwardChange(module, _in_vectors(forward))
+            if _activates(module):
+                yield path, ForwardChange(module, _in_vectors(current_forward(module)))
+
+
+def _activates(module: nn.Module) -> bool:
+    """Whether its code names an activation, or a function that does, or it holds one."""
+    forward = current_forward(module)
+    if any(undecorated(each) in _ACTIVATIONS for each in vars(module).values() if callable(each)):
+        return True
+    helpers = (each for each in reached_functions([forward], type(module)) if not is_library(each))
+    code = (each for f in (*code_layers(forward), *helpers) for each in nested_code(f.__code__))
+    return any(not _NAMES.isdisjoint(each.co_names) for each in code)
 
 
 def _in_vectors(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,9 +78,11 @@ class _Vectors(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ACTIVATIONS and args and args[0].device.type == "cpu" and not kwargs.keys() & {"inplace", "out"}:
-            return in_whole_vectors(func, *args, **kwargs)
-        return func(*args, **kwargs)
+        rest = {name: value for name, value in kwargs.items() if name != "input"}
+        x, *others = args or (kwargs.get("input"),)
+        if func not in _ACTIVATIONS or x.device.type != "cpu" or kwargs.get("inplace") or "out" in kwargs:
+            return func(*args, **kwargs)
+        return in_whole_vectors(func, x, *others, **rest)
 
 
 def in_whole_vectors(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

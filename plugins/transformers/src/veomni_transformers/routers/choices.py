@@ -6,11 +6,11 @@ that the scores have there. All else is the router's own arithmetic, with its ow
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 _TOP_K = (torch.topk, Tensor.topk)
 
@@ -26,6 +26,11 @@ class Forced(TorchFunctionMode):
         self._chosen, self._number, self._calls = chosen, number, calls
         self.widths: list[tuple[int, int]] = []  # of each call so far: how many it chose, and of how many
         self.taken = 0  # rows
+
+    def __enter__(self) -> Self:
+        if any(isinstance(each, Forced) and each._chosen is not None for each in _get_current_function_mode_stack()):
+            self._chosen = None  # a replay within this one's context has chosen
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own = func(*args, **(kwargs or {}))
