@@ -428,6 +428,7 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     outer = sinks().detach()
     outer[0], outer[1] = 100.0, -100.0  # past where float32's exponential ends
     yield edge("a high and a low sink", "sinks", s_aux=leaf(outer))
+    yield edge("an added mask, rows that see sinks alone", *dense, "sinks", mask=lowest, shape=square, s_aux=sinks())
 
 
 _ALIKE_OPTIONS = {"scaling", "softcap", "s_aux", "sliding_window", "is_causal"}

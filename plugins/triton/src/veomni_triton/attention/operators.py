@@ -115,6 +115,7 @@ def _forward(
                 call.keys,
                 *mask.stride(),
                 BOOLEAN=call.is_boolean,
+                SINKS=sinks is not None,
                 N=_KEYS,
             )
         if output.numel():

@@ -35,9 +35,10 @@ def ranges_kernel(
     mask_row,
     mask_key,
     BOOLEAN: tl.constexpr,
+    SINKS: tl.constexpr,
     N: tl.constexpr,
 ):
-    """What each row of a mask sees; a program has one."""
+    """What each row of a mask sees; a program has one. Beside ``SINKS``, keys that all are hidden count for nothing."""
     query, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = mask + batch.to(tl.int64) * mask_batch + head.to(tl.int64) * mask_head + query.to(tl.int64) * mask_row
     begin, low_begin = tl.full([], NONE, tl.int32), tl.full([], NONE, tl.int32)
@@ -61,7 +62,7 @@ def ranges_kernel(
         stop = tl.maximum(stop, tl.max(tl.where(seen_N, key_N + 1, 0), 0))
         seen += tl.sum(seen_N.to(tl.int32), 0)
     kind = tl.where((seen < stop - begin) | (added > 0), READ, 0)
-    if not BOOLEAN:
+    if not BOOLEAN and not SINKS:
         is_lowest = (seen == 0) & (low > 0)
         begin, stop = tl.where(is_lowest, low_begin, begin), tl.where(is_lowest, low_stop, stop)
         kind = tl.where(is_lowest, tl.where(low < stop - begin, LOWEST + READ, LOWEST), kind)
