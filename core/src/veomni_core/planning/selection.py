@@ -254,9 +254,8 @@ class Selection:
         usable = [spec for spec, reasons in against.items() if not any(reasons)]
         if usable:
             passed_over = [*passed_over, *self._unchecked_alone(against, place)]
-        by_name: dict[str, KernelSpec | None] = {spec.name: spec for spec in usable}
-        if not (usable and "batch_invariant" in self.require):  # however fast the model's own code is
-            by_name[EAGER] = None
+        own = {} if usable and "batch_invariant" in self.require else {EAGER: None}  # however fast that is
+        by_name: dict[str, KernelSpec | None] = {**own, **{spec.name: spec for spec in usable}}
         times = self.profile.get(op_name, {})
         measured = [(times[name], name) for name in by_name if name in times]
         if measured:
@@ -282,9 +281,8 @@ class Selection:
         if best.preference <= _PLAIN and not invariant and _FUNCTION.fullmatch(place.own):
             reason = f"the model runs {place.own}, and {best.name} is plain PyTorch: name it to have it"
             return Verdict(None, reason, as_asked=False)
-        of_several = f"the highest preference ({best.preference}) of {len(preferred)} usable here"
-        reason = of_several if len(preferred) > 1 else "the only one usable here"
-        return Verdict(best, reason, as_asked=False)
+        which = f"highest preference ({best.preference}) of {len(preferred)}" if len(preferred) > 1 else "only one"
+        return Verdict(best, f"the {which} usable here", as_asked=False)
 
     def _unchecked_alone(self, against: _Against, place: _Place) -> Iterator[str]:
         """The kernels that nothing but what was found of them here keeps from ``place``."""
