@@ -88,7 +88,11 @@ def sums_kernel(
 
 # As many words as a tile has, and however its rows begin in memory, this is one binary: how many words a thread reads
 # at a time says in which order a row's are added.
-sums_in_fixed_order_kernel = triton.jit(sums_kernel.fn, do_not_specialize=["tokens", "words", "first_word"])
+sums_in_fixed_order_kernel = triton.jit(
+    sums_kernel.fn,
+    do_not_specialize=["tokens", "words", "first_word"],
+    do_not_specialize_on_alignment=["logits"],
+)
 
 
 @triton.jit
