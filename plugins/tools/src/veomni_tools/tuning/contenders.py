@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -84,6 +84,8 @@ class SiteSteps:
 
     def _function(self, spec: KernelSpec, kernel: Function) -> _Replaced | None:
         """The function of a forward that the kernel would replace, if that is all that is changed."""
+        # With batch invariance that for single tokens is replaced too, which no step of training calls.
+        spec = replace(spec, batch_invariant=False)
         changes = list(self._locator.install(self._on.model, self._site, kernel, spec))
         return _replaced_by(changes[0]) if len(changes) == 1 else None
 
