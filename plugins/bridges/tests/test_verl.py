@@ -1,7 +1,7 @@
 """The engine for verl in verl's own worker: the losses and the parameters of the worker without it.
 
 The worker, its engine, FSDP2 on two ranks and the loss are verl's own. What stands in is ``verl_platform``, for a GPU,
-and the rollouts, which are drawn at random.
+and the rollouts, which are drawn at random. The files are those of bridges.md.
 """
 
 from __future__ import annotations
