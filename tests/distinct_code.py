@@ -25,15 +25,15 @@ DISTINCT = (
     *("minimax_m3_vl_text", "modernbert-decoder", "moshi", "nanochat", "olmo_hybrid", "phi3"),
     *("qwen3_5_moe", "qwen3_next", "recurrent_gemma", "seed_oss", "xlstm", "zamba"),
 )
-_NOT_COUNTED = ("attention", "cross_entropy_loss", "token_logprobs")
+_NOT_COUNTED = ("attention", "cross_entropy_loss", "dsa_attention", "dsa_indexer", "linear", "token_logprobs")
 Code = tuple[str, str, str]  # rule, variant, digest of the code
 
 
 def codes(model: nn.Module) -> frozenset[Code]:
     """The distinct code of the sites of ``model`` that are proven, by rule and variant.
 
-    Attention doesn't count, which stays eager where the types are bound. Nor do losses: nearly each type writes its own
-    head, and all are proven by one comparison of two losses.
+    Attention, sparse too, and linear modules don't count, which stay eager where the types are bound. Nor do losses:
+    nearly each type writes its own head, and all are proven by one comparison of two losses.
     """
     found = set()
     for site in find_sites(model):
