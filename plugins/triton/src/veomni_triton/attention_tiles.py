@@ -77,14 +77,14 @@ def upstream(gates, norms, means, row_M, is_row_M):
 
 
 @triton.jit
-def add_halves(x_MN, PARTS: tl.constexpr):
-    """``[M, PARTS]``: of each row the sums of every ``PARTS``-th number.
+def add_halves(x_MN, LEFT: tl.constexpr):
+    """``[M, LEFT]``: of each row the sums of every ``LEFT``-th number.
 
     Halves are added to each other. ``tl.sum`` adds in an order that depends on which thread holds what, which is
     another where a mask is read.
     """
     for _ in tl.static_range(8):  # as often as the widest tile has halves
-        if x_MN.shape[1] > PARTS:
+        if x_MN.shape[1] > LEFT:
             left, right = tl.split(tl.permute(tl.reshape(x_MN, [x_MN.shape[0], 2, x_MN.shape[1] // 2]), (0, 2, 1)))
             x_MN = left + right
     return x_MN
