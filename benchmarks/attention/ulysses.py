@@ -1,9 +1,6 @@
 """Ulysses sequence parallelism over the GPUs of one host: the same gradients as one GPU, and how fast.
 
-Start it with ``torchrun --standalone --nproc_per_node=N benchmarks/attention/ulysses.py [--name PAGE]``. With
-``--layers KERNEL`` it measures bound Llama layers over that attention instead, with and without overlapping exchanges:
-``torchrun --standalone --nproc_per_node=2 benchmarks/attention/ulysses.py --layers sdpa [--length 65536]``. With
-``--context KERNEL`` it measures layers of Llama 1B's widths over a ring, over Ulysses and, if they fit, on one GPU.
+Start it with ``torchrun --standalone --nproc_per_node=N benchmarks/attention/ulysses.py [--name PAGE]``.
 """
 
 from __future__ import annotations
@@ -33,7 +30,6 @@ from veomni_core import Hardware, bind
 from veomni_flash_attn.plugin import veomni_kernels
 from veomni_ops.attention import AttentionModule
 from veomni_transformers.sequence import (
-    apply_context_parallel,
     apply_ulysses,
     gather_heads_scatter_seq,
     scatter_attention_heads,
@@ -123,101 +119,6 @@ def slowest(run: Callable[[], Any], repeats: int) -> float:
     return 1000 * statistics.median(of_all.tolist())
 
 
-def bound_layers(attention: str, length: int, count: int, hidden: int, inner: int, head_dim: int) -> tuple[Any, Any]:
-    """So many bound Llama layers over ``attention``, and their binding; the same on every rank."""
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=count,
-        num_attention_heads=Q_HEADS,
-        num_key_value_heads=K_HEADS,
-        head_dim=head_dim,
-        vocab_size=4096,
-        max_position_embeddings=length,
-    )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-    return model, bind(model, {"preset": "auto", "attn_implementation": attention})
-
-
-def context(attention: str, length: int, rounds: int = 2) -> dict[str, Any]:
-    """Forward and backward of two bound layers of Llama 1B's widths: ring attention and Ulysses by turns, and alone."""
-    model, binding = bound_layers(attention, length, 2, 2048, 8192, 64)
-    ids = torch.randint(0, 4096, (1, length), generator=torch.Generator().manual_seed(0)).cuda()
-
-    def step() -> Tensor:
-        loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return loss
-
-    def gradients(of_ranks: bool) -> list[Tensor]:
-        model.zero_grad()
-        found = [step().detach(), *(each.grad for each in model.parameters())]
-        for each in found if of_ranks else ():
-            distributed.all_reduce(each, distributed.ReduceOp.AVG)
-        return [each.clone() for each in found]
-
-    ways = {"Ulysses": apply_ulysses, "ring": apply_context_parallel}
-    took: dict[str, list[float]] = {way: [] for way in ways}
-    found: dict[str, list[Tensor]] = {}
-    for way, apply in [*ways.items()] * rounds:
-        with apply(model):
-            found[way] = gradients(of_ranks=True)
-            took[way].append(slowest(step, repeats=3))
-    try:
-        found["one GPU"] = gradients(of_ranks=False)
-        took["one GPU"] = [slowest(step, repeats=2)]
-    except torch.OutOfMemoryError:  # on all ranks, which are alike
-        took["one GPU"] = []
-    model.zero_grad()
-    pairs = [(way, other) for way in found for other in found if way < other]
-    off = {
-        f"{way} and {other}": max(relative_error(mine, own) for mine, own in zip(found[way], found[other], strict=True))
-        for way, other in pairs
-    }
-    if not max(off.values()) < 5e-2:
-        raise SystemExit(f"the ways give other losses or gradients: {off}")
-    best = {way: statistics.median(each) for way, each in took.items() if each}
-    return {
-        "kernels": str({each.op_name: ", ".join(each.chosen) for each in binding.plan.ops}),
-        **{f"ms, {way}": each or "does not fit" for way, each in took.items()},
-        "ring's time by Ulysses'": best["ring"] / best["Ulysses"],
-        **({"times one GPU, ring": best["one GPU"] / best["ring"]} if "one GPU" in best else {}),
-        "losses and gradients off by": off,
-    }
-
-
-def layers(attention: str, length: int, layer_count: int = 4, rounds: int = 3) -> dict[str, Any]:
-    """Forward and backward of Llama layers of 8B's widths, bound, with and without overlapping exchanges, by turns."""
-    model, binding = bound_layers(attention, length, layer_count, Q_HEADS * WIDTH, 14336, WIDTH)
-    ids = torch.randint(0, 4096, (1, length), generator=torch.Generator().manual_seed(0)).cuda()
-
-    def step() -> Tensor:
-        loss: Tensor = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return loss
-
-    took: dict[bool, list[float]] = {False: [], True: []}
-    found: dict[bool, list[Tensor]] = {}
-    for overlap in (False, True) * rounds:
-        with apply_ulysses(model, overlap=overlap):
-            model.zero_grad()
-            found[overlap] = [step().detach(), *(each.grad.clone() for each in model.parameters())]
-            took[overlap].append(slowest(step, repeats=5))
-    off = max(relative_error(mine, wanted) for mine, wanted in zip(found[True], found[False], strict=True))
-    if not off < 5e-2:  # in bf16, sums of other orders: 9e-3
-        raise SystemExit(f"overlapping exchanges give other losses or gradients: off by {off:.1e}")
-    kernels = {each.op_name: ", ".join(each.chosen) for each in binding.plan.ops}
-    return {
-        "kernels": str(kernels),
-        "ms": took[False],
-        "ms, overlapping": took[True],
-        "faster by": statistics.median(took[False]) / statistics.median(took[True]) - 1,
-        "gradients off": off,
-    }
-
-
 def training(sp_size: int, kernel: str, dtype: torch.dtype, steps: int = 5) -> dict[str, float]:
     """Losses, and gradients of the first step, of sp x FSDP2 over all GPUs against one GPU with every batch."""
     world = distributed.get_world_size()
@@ -268,9 +169,6 @@ def batch(seed: int) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--name", help="the result file to write; none without it")
-    parser.add_argument("--layers", metavar="KERNEL", help="measure Llama layers over this attention instead")
-    parser.add_argument("--context", metavar="KERNEL", help="measure a ring beside Ulysses over this attention instead")
-    parser.add_argument("--length", type=int, default=LENGTH, help="of the sequence, with --layers or --context")
     arguments = parser.parse_args()
     name = arguments.name
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -278,13 +176,6 @@ def main() -> None:
     distributed.init_process_group("nccl", device_id=device)
     ranks, first = distributed.get_world_size(), distributed.get_rank() == 0
     say: Callable[[str], None] = (lambda text: print(text, flush=True)) if first else (lambda text: None)
-
-    if arguments.layers or arguments.context:
-        measure, over = (layers, arguments.layers) if arguments.layers else (context, arguments.context)
-        for what, value in measure(over, arguments.length).items():
-            say(f"{what}: {value}")
-        distributed.destroy_process_group()
-        return
 
     exact = gradients_are_exact(8192)
     say(f"sp={ranks} against one GPU, S=8192: {', '.join(f'{key} {value:.1e}' for key, value in exact.items())}")

@@ -21,6 +21,8 @@ from veomni_ops.contract import compute_dtype
 
 _MOST_SCORES = 2**26  # at once, in the exact computation
 _WIDEST, _MULTIPLE = 256, 8  # heads of torch's FlashAttention
+# cuDNN's attention makes a plan for each shape anew, which packed sequences of any length would wait for.
+_CUDNN_WIDEST, _CUDNN_LENGTHS = 128, 1024
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Blocks(Protocol):
 
 
 class TorchBlocks:
-    """By torch's FlashAttention on CUDA, for heads of 16 bits without a softcap; else exact, in pieces of queries.
+    """By cuDNN or torch's FlashAttention on CUDA, for heads of 16 bits without a softcap; else exact, in pieces.
 
     Example:
         >>> query, key = torch.zeros(1, 2, 4, 8), torch.zeros(1, 3, 2, 8)  # two queries after the first of three keys
@@ -73,6 +75,12 @@ class TorchBlocks:
     """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        if _is_cudnn(query, key, value, block):
+            swapped = (each.transpose(1, 2) for each in (query, key, value))
+            output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                *swapped, None, True, 0.0, block.causal, scale=block.scaling
+            )
+            return output.transpose(1, 2), lse.flatten(2)  # [B, H, S, 1]
         if _is_fused(query, value, block):
             heads = _padded(query, key, value)
             sizes = (None, None, query.shape[1], key.shape[1], 0.0, block.causal, False)
@@ -84,6 +92,14 @@ class TorchBlocks:
     def gradients(
         self, upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
     ) -> tuple[Tensor, ...]:
+        if _is_cudnn(query, key, value, block):
+            up, *heads, out = (each.transpose(1, 2) for each in (upstream, query, key, value, output))
+            unused = torch.zeros(2, dtype=torch.int64, device=query.device).unbind()  # of dropout
+            sizes = (None, None, None, query.shape[1], key.shape[1], 0.0, block.causal)
+            found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                up, *heads, out, lse.contiguous().unsqueeze(-1), *unused, *sizes, scale=block.scaling
+            )
+            return tuple(each.transpose(1, 2) for each in found)
         if _is_fused(query, value, block):
             upstream, *heads = _padded(upstream, query, key, value, output)
             sizes = (lse.contiguous(), None, None, query.shape[1], key.shape[1], 0.0, block.causal)
@@ -150,6 +166,21 @@ def _scores(queries: Tensor, keys: Tensor, rows: slice, length: int, block: Bloc
 def _is_fused(query: Tensor, value: Tensor, block: Block) -> bool:
     fits = query.element_size() == 2 and max(query.shape[-1], value.shape[-1]) <= _WIDEST
     return query.is_cuda and fits and not block.softcap
+
+
+def _is_cudnn(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
+    """Whether cuDNN computes this block. It has no windows, and aligns the first query with the first key."""
+    widths, lengths = (query.shape[-1], value.shape[-1]), (query.shape[1], key.shape[1])
+    return (
+        _is_fused(query, value, block)
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and torch.cuda.get_device_capability(query.device) >= (9, 0)
+        and max(widths) <= _CUDNN_WIDEST
+        and not any(width % _MULTIPLE for width in widths)
+        and not any(length % _CUDNN_LENGTHS for length in lengths)
+        and block.left is None
+        and not (block.causal and lengths[0] != lengths[1])
+    )
 
 
 def _padded(*heads: Tensor) -> tuple[Tensor, ...]:
