@@ -70,3 +70,13 @@ def test_a_factor_of_the_loss_is_not_rounded_to_the_gradients_dtype():
 def test_a_label_that_is_no_class_is_refused():
     with pytest.raises(AssertionError, match="out of bounds"):
         cross_entropy_loss.seq_cls(leaf(2, 3), torch.tensor([0, 3], device=DEVICE))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_gradients_are_scaled_where_they_are_unless_the_graph_is_kept(kept):
+    arguments = (leaf(9, 8), leaf(11, 8))
+    loss = cross_entropy_loss.causal(*arguments, labels_of(9, 11))
+    node = loss.grad_fn.next_functions[0][0]
+    saved = [each.data_ptr() for each in node.saved_tensors[:2]]
+    found = torch.autograd.grad(loss, arguments, torch.tensor(3.0, device=DEVICE), retain_graph=kept)
+    assert [each.data_ptr() == where for each, where in zip(found, saved, strict=True)] == [not kept] * 2

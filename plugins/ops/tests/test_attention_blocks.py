@@ -30,10 +30,9 @@ def test_outputs_and_gradients_of_two_blocks_are_the_exact_ones(dtype, widths, q
         return torch.randn(2, length, heads, 2 * width, device="cuda", generator=generator)[..., :width].to(dtype)
 
     query, key, value = drawn(queries, 8, widths[0]), drawn(keys, 2, widths[0]), drawn(keys, 2, widths[1])
-    fused = _is_cudnn(query, key, value, block)
-    assert fused == (
-        queries == 1024 and max(widths) <= 128 and block.left is None and (keys == 1024 or not block.causal)
-    )
+    fits = queries == 1024 and block.left is None and (keys == 1024 or not block.causal)
+    if widths == (64, 64) and torch.cuda.get_device_capability() == (9, 0):
+        assert _is_cudnn(query, key, value, block) == fits
     output, lse = TORCH.attend(query, key, value, block)
     exact = [each.float() for each in (query, key, value)]
     wanted, its_lse = TORCH.attend(*exact, block)

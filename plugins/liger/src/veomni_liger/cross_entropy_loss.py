@@ -1,9 +1,10 @@
 """cross_entropy_loss by Liger: the causal loss one chunk of tokens at a time, the classifier's on a copy of its logits.
 
 Both compute their gradients in forward, in the memory of the logits, which are no longer needed then. They compute the
-gradients of the sum of the losses; backward multiplies a copy of them by the incoming gradient, which contains the
-division by the number of items. Liger's own backward scales in place, so a second backward would scale twice, and it
-synchronizes with the host to find out whether it has to scale.
+gradients of the sum of the losses; backward multiplies them by the incoming gradient, which contains the division by
+the number of items. Where the graph is kept for another backward, it multiplies a copy of them: Liger's own backward
+scales in place at any rate, so a second one would scale twice, and it synchronizes with the host to find out whether it
+has to scale.
 
 Forward can't be captured in a CUDA graph: the library's functions read the number of labels on the host, although
 nothing here needs it.
@@ -102,9 +103,19 @@ class _CausalSum(Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
-        saved = zip(ctx.saved_tensors, ctx.wanted, strict=True)
-        gradients = [_scaled(gradient, dtotal).to(ctx.dtype) if wanted else None for gradient, wanted in saved]
-        return *gradients, None, None, None, None
+        saved = [each if wanted else None for each, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)]
+        if _are_saved_for_later():
+            saved = [None if each is None else _scaled(each, dtotal) for each in saved]
+        else:  # a vocabulary's gradient is hundreds of MiB, more than a chunk of logits
+            for each in saved:
+                if each is not None:
+                    _scale(each, dtotal)
+        return *(None if each is None else each.to(ctx.dtype) for each in saved), None, None, None, None
+
+
+def _are_saved_for_later() -> bool:
+    """Whether another backward may read what this one has saved; a graph that is traced says nothing of that."""
+    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 class _ClassSum(Function):
@@ -132,6 +143,7 @@ _LIBRARY.define(
     "class_sum(Tensor logits, Tensor labels, int ignore_index, bool train) -> (Tensor total, Tensor dlogits)"
 )
 _LIBRARY.define("scaled(Tensor gradient, Tensor factor) -> Tensor")
+_LIBRARY.define("scale(Tensor(a!) gradient, Tensor factor) -> ()")
 
 
 def _causal_sum_of(
@@ -211,18 +223,23 @@ def _class_sum_like(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 def _scaled_of(gradient: Tensor, factor: Tensor) -> Tensor:
-    """``gradient * factor``, multiplied in float32 and rounded once; by Liger's kernel, on a copy.
+    """``gradient * factor``, on a copy: see :func:`_scale_of`."""
+    product = gradient.clone(memory_format=torch.contiguous_format)
+    _scale_of(product, factor)
+    return product
+
+
+def _scale_of(gradient: Tensor, factor: Tensor) -> None:
+    """``gradient *= factor``, multiplied in float32 and rounded once; by Liger's kernel.
 
     ``torch.mul`` would round a zero-dimensional factor to the gradient's dtype, and with a one-dimensional factor it
     would not use its vectorized kernel.
     """
-    product = gradient.clone(memory_format=torch.contiguous_format)
-    rows, width = product.numel() // max(product.shape[-1], 1), product.shape[-1]
+    rows, width = gradient.numel() // max(gradient.shape[-1], 1), gradient.shape[-1]
     if rows:
-        with torch.cuda.device_of(product):
+        with torch.cuda.device_of(gradient):
             block = min(triton.next_power_of_2(width), _WIDEST_BLOCK)
-            _multiply_in_place[(rows,)](product, width, factor, width, BLOCK_SIZE=block, num_warps=8)
-    return product
+            _multiply_in_place[(rows,)](gradient, width, factor, width, BLOCK_SIZE=block, num_warps=8)
 
 
 def _scaled_like(gradient: Tensor, _: Tensor) -> Tensor:
@@ -233,9 +250,11 @@ for _name, _implementation, _fake in (
     ("causal_sum", _causal_sum_of, _causal_sum_like),
     ("class_sum", _class_sum_of, _class_sum_like),
     ("scaled", _scaled_of, _scaled_like),
+    ("scale", _scale_of, lambda *_: None),
 ):
     _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
     library.register_fake(f"veomni_liger::{_name}", _fake, lib=_LIBRARY)
 _causal_sum = torch.ops.veomni_liger.causal_sum.default
 _class_sum = torch.ops.veomni_liger.class_sum.default
 _scaled = torch.ops.veomni_liger.scaled.default
+_scale = torch.ops.veomni_liger.scale.default

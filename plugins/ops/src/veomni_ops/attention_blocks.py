@@ -22,7 +22,7 @@ from veomni_ops.contract import compute_dtype
 _MOST_SCORES = 2**26  # at once, in the exact computation
 _WIDEST, _MULTIPLE = 256, 8  # heads of torch's FlashAttention
 # cuDNN's attention makes a plan for each shape anew, which packed sequences of any length would wait for.
-_CUDNN_WIDEST, _CUDNN_LENGTHS = 128, 1024
+_CUDNN_LENGTHS = 1024  # of which those of blocks are multiples
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,11 @@ class TorchBlocks:
         if _is_cudnn(query, key, value, block):
             up, *heads, out = (each.transpose(1, 2) for each in (upstream, query, key, value, output))
             unused = torch.zeros(2, dtype=torch.int64, device=query.device).unbind()  # of dropout
-            sizes = (None, None, None, query.shape[1], key.shape[1], 0.0, block.causal)
+            lengths = (query.shape[1], key.shape[1])
             found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                up, *heads, out, lse.contiguous().unsqueeze(-1), *unused, *sizes, scale=block.scaling
+                *(up, *heads, out, lse.contiguous().unsqueeze(-1), *unused, None, None, None, *lengths),
+                *(0.0, block.causal),
+                scale=block.scaling,
             )
             return tuple(each.transpose(1, 2) for each in found)
         if _is_fused(query, value, block):
@@ -170,17 +172,12 @@ def _is_fused(query: Tensor, value: Tensor, block: Block) -> bool:
 
 def _is_cudnn(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
     """Whether cuDNN computes this block. It has no windows, and aligns the first query with the first key."""
-    widths, lengths = (query.shape[-1], value.shape[-1]), (query.shape[1], key.shape[1])
-    return (
-        _is_fused(query, value, block)
-        and torch.backends.cuda.cudnn_sdp_enabled()
-        and torch.cuda.get_device_capability(query.device) >= (9, 0)
-        and max(widths) <= _CUDNN_WIDEST
-        and not any(width % _MULTIPLE for width in widths)
-        and not any(length % _CUDNN_LENGTHS for length in lengths)
-        and block.left is None
-        and not (block.causal and lengths[0] != lengths[1])
-    )
+    lengths = query.shape[1], key.shape[1]
+    if not _is_fused(query, value, block) or block.left is not None or (block.causal and lengths[0] != lengths[1]):
+        return False
+    q, k, v = (each.transpose(1, 2) for each in (query, key, value))
+    call = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, block.causal, q.shape[1] != k.shape[1])
+    return not any(length % _CUDNN_LENGTHS for length in lengths) and torch.backends.cuda.can_use_cudnn_attention(call)
 
 
 def _padded(*heads: Tensor) -> tuple[Tensor, ...]:

@@ -6,6 +6,7 @@ Shape suffixes: ``B`` batch, ``H`` heads, ``K`` key heads, ``S`` queries, ``L`` 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from operator import mul
 from typing import Any
 
@@ -30,9 +31,10 @@ _LIBRARY.define(
     f"attention_gradients(Tensor doutput, Tensor output, Tensor norms, Tensor ranges, {_INPUTS}) -> "
     "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dsinks)"
 )
-# Not timed yet. All calls of a width have the same, since other tiles may add in another order.
-FORWARD, DQUERY, DKEYS = Launch(128, 64, 8, 3), Launch(64, 64, 4, 2), Launch(32, 64, 4, 2)
-WIDE_FORWARD, WIDE_BACKWARD = Launch(64, 64, 8, 2), Launch(32, 32, 4, 2)  # of heads above 128
+# By the widest head. All calls of a width have the same, since other tiles may add in another order.
+FORWARD = {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 3), 256: Launch(64, 64, 8, 2)}
+DQUERY = {64: Launch(64, 64, 4, 2), 128: Launch(64, 64, 4, 2), 256: Launch(32, 32, 4, 2)}
+DKEYS = {64: Launch(32, 64, 4, 2), 128: Launch(32, 64, 4, 2), 256: Launch(32, 32, 4, 2)}
 _KEYS = 1024  # of a mask's row at a time
 _QUERIES = 64  # that are counted as one where those that see a key are looked for
 
@@ -72,9 +74,10 @@ class _Call:
         strides = (each for x in (self.query, self.key, self.value) for each in x.stride()[:3])
         return self.heads, self.groups, self.query.shape[-1], self.value.shape[-1], *strides, *of_mask, *of_ranges
 
-    def constants(self, launch: Launch, wide: Launch) -> dict[str, Any]:
+    def constants(self, launches: Mapping[int, Launch]) -> dict[str, Any]:
         """What kernels are compiled for."""
-        launch = wide if max(self.query.shape[-1], self.value.shape[-1]) > 128 else launch
+        widest = max(self.query.shape[-1], self.value.shape[-1])
+        launch = next(each for width, each in launches.items() if widest <= width)
         launch = SMALL if takes_small(self.query) else launch
         return {
             "CAPPED": self.numbers[1] > 0,
@@ -87,9 +90,9 @@ class _Call:
             **constants_of(self.query, self.value.shape[-1], launch),
         }
 
-    def launch(self, kernel: Any, launch: Launch, wide: Launch, *arguments: Any, **options: Any) -> None:
+    def launch(self, kernel: Any, launches: Mapping[int, Launch], *arguments: Any, **options: Any) -> None:
         """A kernel of tiles of rows: those that read no mask, and then the others."""
-        constants = self.constants(launch, wide)
+        constants = self.constants(launches)
         grid = ceil_div(self.queries * self.heads // self.groups, constants["M"]), self.groups, self.batch
         for masked in (False,) if self.mask is None else (False, True):
             kernel[grid](*arguments, **constants | {"MASKED": masked}, HALVED=self.mask is not None, **options)
@@ -122,7 +125,6 @@ def _forward(
             call.launch(
                 forward_kernel,
                 FORWARD,
-                WIDE_FORWARD,
                 *call.operands(),
                 ranges,
                 sinks,
@@ -176,7 +178,6 @@ def _gradients(
             call.launch(
                 dquery_kernel,
                 DQUERY,
-                WIDE_BACKWARD,
                 *call.operands(),
                 ranges,
                 output,
@@ -188,7 +189,7 @@ def _gradients(
                 queries,
                 *call.sizes(ranges),
             )
-            constants = call.constants(DKEYS, WIDE_BACKWARD)
+            constants = call.constants(DKEYS)
             seeing = _seeing(ranges, keys, constants["N"])
             dkeys_kernel[seeing.shape[2], groups, batch](
                 *call.operands(),
