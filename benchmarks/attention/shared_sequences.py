@@ -31,10 +31,8 @@ from benchmarks.sharded.engine_models import tiny
 from benchmarks.sharded.ranks import (
     DEVICE,
     is_first,
-    peak_gb,
     problems,
     process_group,
-    reset_peak,
     say,
     slowest_milliseconds,
     total,
@@ -44,7 +42,7 @@ from benchmarks.whole_models.contenders import MODELS
 from veomni_core import bind
 from veomni_transformers.sequence import apply_context_parallel, apply_ulysses
 
-COLUMNS = ("model", "sequence", "way", "ms (least to most)", "peak GB of a GPU", "speed")
+COLUMNS = ("model", "sequence", "way", "ms (least to most)", "speed")
 ONE = "one GPU"
 WAYS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     ONE: lambda model: ExitStack(),
@@ -107,15 +105,13 @@ def miss(found: list[Tensor], wanted: list[Tensor]) -> dict[str, Any]:
 
 
 def measured(way: str, model: Any, ids: Tensor, repeats: int, is_new: bool) -> dict[str, Any]:
-    """Times of a way and its peak, and its first step if it ``is_new``; or what any rank said against it."""
+    """Times of a way, and its first step if it ``is_new``; or what any rank said against it."""
     failure, found = "", dict[str, Any]()
     try:
         with WAYS[way](model):
             if is_new:
                 found["first"] = first_step(model, ids, shared=way != ONE)
-            reset_peak()
             found["times ms"] = slowest_milliseconds({"": partial(step, model, ids)}, repeats, warm_ups=1)[""]
-            found["peak GB"] = peak_gb()
     except Exception as error:  # on all ranks, which are alike: as where memory does not suffice
         traceback.print_exc()
         failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -184,12 +180,12 @@ def table(model: str, length: int, ways: dict[str, dict[str, Any]]) -> list[tupl
     for way, found in ways.items():
         times = found.get("times ms")
         if times is None:
-            rows.append((model, f"{length}", way, "does not run", "", ""))
+            rows.append((model, f"{length}", way, "does not run", ""))
             continue
         ms = statistics.median(times)
         speed = f"{statistics.median(alone) / ms:.2f}x" if alone else ""
         spread = f"{ms:.1f} ({min(times):.1f} to {max(times):.1f})"
-        rows.append((model, f"{length}", way, spread, f"{found['peak GB']:.1f}", speed))
+        rows.append((model, f"{length}", way, spread, speed))
     return rows
 
 

@@ -93,7 +93,7 @@ def calls(shape: Shape) -> dict[str, Attention]:
     module = AttentionModule(shape.heads // shape.groups)
     causal = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     return {
-        OURS: lambda *heads: attention.standard(module, *heads, None)[0],
+        OURS: lambda *heads: attention.attention(module, *heads, None)[0],
         THEIRS: lambda *heads: causal(*heads).transpose(1, 2),
     }
 

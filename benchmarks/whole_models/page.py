@@ -37,12 +37,12 @@ def write(name: str, data: dict[str, Any], script: str) -> None:
 
 
 def rows(data: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """One line per batch and contender; no ratios where transformers' own step ended with an error.
+    """One line per batch and contender; no ratios where transformers' own step ended with an error, or was left out.
 
     A peak is unknown where it was measured after a graph had been captured.
     """
     contenders = data["contenders"]
-    baseline = contenders[THEIRS]
+    baseline = contenders.get(THEIRS, {})
     for batch in dict.fromkeys(batch for found in contenders.values() for batch in found.get("batches", {})):
         theirs = baseline.get("batches", {}).get(batch)
         for name, found in contenders.items():
@@ -58,7 +58,7 @@ def rows(data: dict[str, Any]) -> Iterator[tuple[str, ...]]:
                 f"{theirs['ms'] / this['ms']:.2f}x" if theirs else "-",
                 "-" if this["peak GB"] is None or not theirs else f"{this['peak GB'] / theirs['peak GB']:.2f}x",
                 f"{largest_difference(found['losses'], baseline['losses']):.2g}"
-                if "losses" in found and theirs
+                if "losses" in found and "losses" in baseline
                 else "-",
             )
 

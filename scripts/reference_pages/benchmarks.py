@@ -140,6 +140,11 @@ TABLES: dict[str, dict[str, Table]] = {
             ("TFLOP/s of each GPU -> TFLOP/s of each",),
             "^(?!its)",
         ),
+        "layers": Table(
+            {"": ("shared_llama_1b_2_h200", "shared_qwen3_next_2_h200")},
+            ("model", "sequence", "way"),
+            ("ms (least to most) -> ms", "speed"),
+        ),
     },
     "causal_conv1d": {
         "gpu": _crossed("triton_causal_conv1d", _GRAPH, "8192 channels", _FLA),

@@ -26,6 +26,7 @@ from veomni_core.random_states import random_states_kept
 from veomni_ops.token_logprobs import LOGPROBS
 from veomni_transformers.forwards.logprobs_head import score
 from veomni_transformers.packed.module_outputs import after_each_module
+from veomni_transformers.packed.prepared_masks import prepared_masks
 
 _SEQUENCES, _LENGTH = 3, 23
 _PADDING, _LARGER = 5, 7  # positions of padding; how many times as many sequences the larger batch has
@@ -121,7 +122,7 @@ def _layouts(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[str, Callabl
         yield f"padded on the {side}", partial(_padded, model, ids, labels, before, has_positions)
     if has_positions:
         places = torch.arange(length, device=ids.device).repeat(batch)[None]
-        flat = {"input_ids": ids.reshape(1, -1), "position_ids": places}
+        flat = {"input_ids": ids.reshape(1, -1), "position_ids": places, **prepared_masks(model, places)}
         apart: Part = lambda x: x.reshape(batch, length, *x.shape[2:])  # noqa: E731
         yield "packed", lambda: _cut(_run(model, labels.reshape(1, -1), flat), apart)
     yield "token by token, with a cache", lambda: _decoded(model, ids, labels)

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.sites.walk import named_modules
-from veomni_transformers.proving import probe
-from veomni_transformers.proving.functions import current_forward, global_functions, with_globals
+from veomni_transformers.packed.mask_calls import SLIDING, mask_builders, mask_calls
+from veomni_transformers.proving.functions import current_forward, with_globals
 
 Function = Callable[..., Any]
-_CAUSAL, _SLIDING = "create_causal_mask", "create_sliding_window_causal_mask"
 _ROWS, _LENGTH = 2, 5
 # What a caller may give, beside flags and numbers, for the decoder to number its rows by itself.
 _TOKENS = {"input_ids", "inputs_embeds", "num_items_in_batch"}
@@ -36,20 +35,11 @@ def without_masks_of_plain_rows(model: nn.Module, owner: str) -> Iterator[Change
             continue
         forward = current_forward(module)
         proven = {
-            name: partial(_unless_plain, build, name == _SLIDING)
-            for name, build in _given_consecutive_positions(module, forward, dict(_builders(forward)))
+            name: partial(_unless_plain, build, name == SLIDING)
+            for name, build in _given_consecutive_positions(module, forward, dict(mask_builders(forward)))
         }
         if proven:
             yield ForwardChange(module, _forward(forward, with_globals(forward, proven)))
-
-
-def _builders(forward: Function) -> Iterator[tuple[str, Function]]:
-    """Those of transformers' functions that build causal masks which ``forward`` calls, by the name of the global."""
-    from transformers import masking_utils
-
-    for name, value in global_functions(forward):
-        if name in (_CAUSAL, _SLIDING) and value is getattr(masking_utils, name):
-            yield name, value
 
 
 def _given_consecutive_positions(
@@ -59,25 +49,18 @@ def _given_consecutive_positions(
 
     It runs until its first layer. A builder that is called without keywords is left as it is.
     """
-    rising: dict[str, list[bool]] = {name: [] for name in builders}
-
-    def record(name: str, *args: Any, position_ids: Tensor | None = None, **call: Any) -> None:
-        rising[name].append(not args and (position_ids is None or bool((position_ids.diff(dim=-1) == 1).all())))
-
     if not builders:
         return
-    run = with_globals(forward, {name: partial(record, name) for name in builders})
     embeddings = torch.zeros(_ROWS, _LENGTH, getattr(module.config, "hidden_size", 1))
-    with torch.no_grad():
-        probe.attempt(
-            lambda: run(probe.without_layers(module, lambda *_: _Stop()), inputs_embeds=embeddings, use_cache=False)
-        )
-    yield from ((name, build) for name, build in builders.items() if rising[name] and all(rising[name]))
+    calls = mask_calls(module, forward, builders, {"inputs_embeds": embeddings})
+    for name, build in builders.items():
+        rising = [not args and _rises(call.get("position_ids")) for args, call in calls[name]]
+        if rising and all(rising):
+            yield name, build
 
 
-class _Stop(nn.Module):
-    def forward(self, *_: Any, **__: Any) -> None:
-        raise InterruptedError
+def _rises(positions: Tensor | None) -> bool:
+    return positions is None or bool((positions.diff(dim=-1) == 1).all())
 
 
 def _forward(own: Function, of_plain_rows: Function) -> Function:
