@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from veomni_triton.attention.rows import mask_keys, mask_rows, scores, tile_rows
+from veomni_triton.attention.rows import mask_keys, mask_rows, row_range, scores, tile_rows
 from veomni_triton.attention_tiles import add_rows, load, load_wide, products, store, store_wide
 
 
@@ -177,7 +177,7 @@ def dkeys_kernel(
     V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradients of a tile of keys of one head, summed over the rows of all its queries and their heads."""
+    """The gradients of a tile of keys of one head, summed over its queries' heads, and over the queries of each."""
     group, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     per_group = heads // groups
     key_N = tl.program_id(0) * N + tl.arange(0, N)
@@ -192,49 +192,42 @@ def dkeys_kernel(
     dkey_NE = tl.zeros([N, E], dtype=tl.float32)
     dvalue_NV = tl.zeros([N, V], dtype=tl.float32)
     seeing += batch * seeing_batch + tl.program_id(0)
-    first, last = tl.load(seeing) * per_group, tl.load(seeing + seeing_part) * per_group
-    for start in range(first, last, M):
-        query_M, head_M, is_row_M, begin_M, stop_M, kind_M = tile_rows(
-            ranges,
-            start + tl.arange(0, M),
-            last,
-            group,
-            per_group,
-            batch,
-            range_batch,
-            range_head,
-            range_part,
-            MASKED,
-            False,
-        )
-        at_M = head_M.to(tl.int64) * query_head + query_M.to(tl.int64) * query_row
-        query_MD, query_ME = load_wide(query + batch * query_batch, at_M, is_row_M, width, D, E, SPLIT, 1)
-        mask_M = mask_rows(query_M, head_M, mask_head, mask_row, LARGE)
-        row_M = (batch * queries + query_M) * heads + head_M
-        upstream_MV = load(doutput, row_M, is_row_M, value_width, V)
-        norm_M = tl.load(norms + row_M, mask=is_row_M, other=float("inf"))
-        mean_M = tl.load(means + row_M, mask=is_row_M, other=0.0)
-        score_NM, seen_NM, slope_NM = scores(
-            products(key_ND, key_NE, query_MD, query_ME, SPLIT, PRECISION),
-            is_key_N[:, None] & (key_N[:, None] >= begin_M[None, :]) & (key_N[:, None] < stop_M[None, :]),
-            kind_M[None, :],
-            mask_M[None, :] + mask_keys(key_N, mask_key, LARGE)[:, None],
-            mask,
-            half,
-            scaling,
-            softcap,
-            CAPPED,
-            MASKED,
-            BOOLEAN,
-            LOSES,
-        )
-        weight_NM = tl.where(seen_NM, tl.exp2(score_NM - norm_M[None, :]), 0.0)
-        dvalue_NV = tl.dot(weight_NM.to(upstream_MV.dtype), upstream_MV, dvalue_NV, input_precision=PRECISION)
-        dweight_NM = tl.dot(value_NV, tl.trans(upstream_MV), input_precision=PRECISION)
-        dproduct_NM = tl.where(seen_NM, weight_NM * (dweight_NM - mean_M[None, :]) * slope_NM * factor, 0.0)
-        dkey_ND, dkey_NE = add_rows(
-            dkey_ND, dkey_NE, dproduct_NM.to(query_MD.dtype), query_MD, query_ME, SPLIT, PRECISION
-        )
+    first, last = tl.load(seeing), tl.load(seeing + seeing_part)
+    for place in range(0, per_group):
+        head = group * per_group + place
+        query_of_head = query + batch * query_batch + head.to(tl.int64) * query_head
+        ranges_of_head = ranges + batch * range_batch + head.to(tl.int64) * range_head
+        for start in range(first, last, M):
+            query_M = start + tl.arange(0, M)
+            is_row_M = query_M < last
+            begin_M, stop_M, kind_M = row_range(ranges_of_head + query_M, is_row_M, range_part)
+            query_MD, query_ME = load_wide(query_of_head, query_M, is_row_M, width, D, E, SPLIT, query_row)
+            mask_M = mask_rows(query_M, head, mask_head, mask_row, LARGE)
+            row_M = (batch * queries + query_M) * heads + head
+            upstream_MV = load(doutput, row_M, is_row_M, value_width, V)
+            norm_M = tl.load(norms + row_M, mask=is_row_M, other=float("inf"))
+            mean_M = tl.load(means + row_M, mask=is_row_M, other=0.0)
+            score_MN, seen_MN, slope_MN = scores(
+                products(query_MD, query_ME, key_ND, key_NE, SPLIT, PRECISION),
+                (key_N[None, :] >= begin_M[:, None]) & (key_N[None, :] < stop_M[:, None]),
+                kind_M[:, None],
+                mask_M[:, None] + mask_keys(key_N, mask_key, LARGE)[None, :],
+                mask,
+                half,
+                scaling,
+                softcap,
+                CAPPED,
+                MASKED,
+                BOOLEAN,
+                LOSES,
+            )
+            weight_MN = tl.where(seen_MN, tl.exp2(score_MN - norm_M[:, None]), 0.0)
+            dweight_MN = tl.dot(upstream_MV, tl.trans(value_NV), input_precision=PRECISION)
+            weight_NM = tl.trans(weight_MN.to(upstream_MV.dtype))
+            dvalue_NV = tl.dot(weight_NM, upstream_MV, dvalue_NV, input_precision=PRECISION)
+            dproduct_MN = tl.where(seen_MN, weight_MN * (dweight_MN - mean_M[:, None]) * slope_MN * factor, 0.0)
+            dproduct_NM = tl.trans(dproduct_MN.to(query_MD.dtype))
+            dkey_ND, dkey_NE = add_rows(dkey_ND, dkey_NE, dproduct_NM, query_MD, query_ME, SPLIT, PRECISION)
     row_N = (batch * keys + key_N) * groups + group
     store_wide(dkey, dkey_ND, dkey_NE, row_N, is_key_N, width, D, E, SPLIT)
     store(dvalue, dvalue_NV, row_N, is_key_N, value_width, V)

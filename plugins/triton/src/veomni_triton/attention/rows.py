@@ -95,13 +95,19 @@ def tile_rows(
     query_M = row_M // per_group
     head_M = group * per_group + row_M % per_group
     place_M = ranges + batch * range_batch + head_M.to(tl.int64) * range_head + query_M
-    begin_M = tl.load(place_M, mask=is_row_M, other=0)
-    stop_M = tl.load(place_M + range_part, mask=is_row_M, other=0)
-    kind_M = tl.load(place_M + 2 * range_part, mask=is_row_M, other=0)
+    begin_M, stop_M, kind_M = row_range(place_M, is_row_M, range_part)
     if HALVED:
         is_row_M = is_row_M & ((tl.max(kind_M, 0) > 0) == MASKED)
         stop_M = tl.where(is_row_M, stop_M, 0)
     return query_M, head_M, is_row_M, tl.where(begin_M < stop_M, begin_M, NONE), stop_M, kind_M
+
+
+@triton.jit
+def row_range(place_M, is_row_M, range_part):
+    """A row's begin, stop and kind, from where its begin is."""
+    begin_M = tl.load(place_M, mask=is_row_M, other=0)
+    stop_M = tl.load(place_M + range_part, mask=is_row_M, other=0)
+    return begin_M, stop_M, tl.load(place_M + 2 * range_part, mask=is_row_M, other=0)
 
 
 @triton.jit
