@@ -5,7 +5,7 @@ the other. What a row sees are the keys from its begin to its stop, less what it
 
 Reading a mask takes more registers than there are. Tiles that read none are a launch's, and all others another's.
 
-Shape legend: that of ``attention_tiles``. ``X`` and ``Y`` are ``M`` and ``N``, or the other way for keys' gradients.
+Shape legend: that of ``attention_tiles``.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ def mask_keys(key_N, mask_key, LARGE: tl.constexpr):
 
 @triton.jit
 def scores(
-    product_XY,
-    seen_XY,
-    kind_XY,
-    place_XY,
+    product_MN,
+    seen_MN,
+    kind_MN,
+    place_MN,
     mask,
     half,
     scaling,
@@ -142,22 +142,22 @@ def scores(
     LOSES: tl.constexpr,
 ):
     """The scores to base 2, what of ``seen`` the mask leaves, and the derivative of scores by ``product * scaling``."""
-    score_XY = product_XY * scaling
-    slope_XY = tl.full(score_XY.shape, 1.0, tl.float32)
+    score_MN = product_MN * scaling
+    slope_MN = tl.full(score_MN.shape, 1.0, tl.float32)
     if CAPPED:
-        bounded_XY = tanh(score_XY)
-        score_XY = bounded_XY * softcap
-        slope_XY = 1.0 - bounded_XY * bounded_XY
+        bounded_MN = tanh(score_MN)
+        score_MN = bounded_MN * softcap
+        slope_MN = 1.0 - bounded_MN * bounded_MN
     if MASKED:
-        read_XY = seen_XY & ((kind_XY & READ) > 0)
-        value_XY = tl.load(mask + place_XY, mask=read_XY, other=1 if BOOLEAN else 0.0)
+        read_MN = seen_MN & ((kind_MN & READ) > 0)
+        value_MN = tl.load(mask + place_MN, mask=read_MN, other=1 if BOOLEAN else 0.0)
         if BOOLEAN:
-            seen_XY = seen_XY & (value_XY != 0)
+            seen_MN = seen_MN & (value_MN != 0)
         else:
-            value_XY = value_XY.to(tl.float32)
-            is_lowest_XY = (kind_XY & LOWEST) > 0
-            seen_XY = seen_XY & (value_XY > tl.where(is_lowest_XY, float("-inf"), half))
+            value_MN = value_MN.to(tl.float32)
+            is_lowest_MN = (kind_MN & LOWEST) > 0
+            seen_MN = seen_MN & (value_MN > tl.where(is_lowest_MN, float("-inf"), half))
             if LOSES:  # beside numbers so low, scores are lost
-                score_XY = tl.where(is_lowest_XY, 0.0, score_XY)
-            score_XY += tl.where(is_lowest_XY, 0.0, value_XY * LOG2_E)
-    return score_XY, seen_XY, slope_XY
+                score_MN = tl.where(is_lowest_MN, 0.0, score_MN)
+            score_MN += tl.where(is_lowest_MN, 0.0, value_MN * LOG2_E)
+    return score_MN, seen_MN, slope_MN
