@@ -173,7 +173,7 @@ def test_encoder_decoders_train_as_unbound(family, own):
 def test_generation_from_offloaded_caches_is_the_models_own(family, cache):
     bound, unbound, ids = model(family).cuda(), model(family).cuda(), tokens(2, 11).cuda()
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
-    options["disable_compile"] = True  # torch 2.11's Dynamo ends the process on a cache's streams, bound or not
+    options["disable_compile"] = True  # torch 2.11's Dynamo ended the process on the cache's streams
     with bind(bound, ATTENTION):
         assert torch.equal(bound.generate(ids, **options), unbound.generate(ids, **options))
 

@@ -7,7 +7,7 @@ row counts as packed there, and attention gets a mask: with sdpa on an H100 that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.sites.walk import named_modules
 from veomni_transformers.packed.mask_calls import SLIDING, mask_builders, mask_calls
+from veomni_transformers.proving import probe
 from veomni_transformers.proving.functions import current_forward, with_globals
 
 Function = Callable[..., Any]
@@ -54,13 +55,16 @@ def _given_consecutive_positions(
     embeddings = torch.zeros(_ROWS, _LENGTH, getattr(module.config, "hidden_size", 1))
     calls = mask_calls(module, forward, builders, {"inputs_embeds": embeddings})
     for name, build in builders.items():
-        rising = [not args and _rises(call.get("position_ids")) for args, call in calls[name]]
-        if rising and all(rising):
+        rising, _ = probe.attempt(partial(_rising, calls[name]))
+        if rising:
             yield name, build
 
 
-def _rises(positions: Tensor | None) -> bool:
-    return positions is None or bool((positions.diff(dim=-1) == 1).all())
+def _rising(calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> bool:
+    """Whether there are calls, and the positions of all rise by one; raises where these are fake tensors."""
+    positions = [call.get("position_ids") for args, call in calls if not args]
+    rise = [each is None or bool((each.diff(dim=-1) == 1).all()) for each in positions]
+    return len(calls) == len(rise) > 0 and all(rise)
 
 
 def _forward(own: Function, of_plain_rows: Function) -> Function:
