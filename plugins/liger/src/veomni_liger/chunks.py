@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 # 2048 tokens of 151936 16-bit logits: 594 MiB, about what the gradient of that vocabulary's weight (H=2048) takes.
-# Chunks of half as many take 5 to 12 % more time on an H200.
+# Chunks of half as many take 4 % more time on an H200 (benchmarks/results/liger_adapters_h200.json).
 LOGITS_BYTES = 640 << 20
 
 

@@ -37,23 +37,21 @@ def without_masks_of_plain_rows(model: nn.Module, owner: str) -> Iterator[Change
         forward = current_forward(module)
         proven = {
             name: partial(_unless_plain, build, name == SLIDING)
-            for name, build in _given_consecutive_positions(module, forward, dict(mask_builders(forward)))
+            for name, build in _given_consecutive_positions(module, dict(mask_builders(forward)))
         }
         if proven:
             yield ForwardChange(module, _forward(forward, with_globals(forward, proven)))
 
 
-def _given_consecutive_positions(
-    module: Any, forward: Function, builders: Mapping[str, Function]
-) -> Iterator[tuple[str, Function]]:
-    """Those of ``builders`` that ``forward``, given embeddings alone, calls for positions that rise by one.
+def _given_consecutive_positions(module: Any, builders: Mapping[str, Function]) -> Iterator[tuple[str, Function]]:
+    """Those of ``builders`` that the forward, given embeddings alone, calls for positions that rise by one.
 
     It runs until its first layer. A builder that is called without keywords is left as it is.
     """
     if not builders:
         return
     embeddings = torch.zeros(_ROWS, _LENGTH, getattr(module.config, "hidden_size", 1))
-    calls = mask_calls(module, forward, builders, {"inputs_embeds": embeddings})
+    calls = mask_calls(module, builders, {"inputs_embeds": embeddings})
     for name, build in builders.items():
         rising, _ = probe.attempt(partial(_rising, calls[name]))
         if rising:

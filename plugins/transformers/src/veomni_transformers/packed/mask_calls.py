@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from veomni_transformers.proving import probe
-from veomni_transformers.proving.functions import global_functions, with_globals
+from veomni_transformers.proving.functions import current_forward, global_functions, with_globals
 
 Function = Callable[..., Any]
 CAUSAL, SLIDING = "create_causal_mask", "create_sliding_window_causal_mask"
@@ -26,15 +26,15 @@ def mask_builders(forward: Function) -> Iterator[tuple[str, Function]]:
 
 
 def mask_calls(
-    decoder: nn.Module, forward: Function, builders: Mapping[str, Function], inputs: Mapping[str, Any]
+    decoder: nn.Module, builders: Mapping[str, Function], inputs: Mapping[str, Any]
 ) -> dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """The positional and the named arguments with which ``forward`` of ``decoder`` calls each of ``builders``."""
+    """The positional and the named arguments with which the forward of ``decoder`` calls each of ``builders``."""
     calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {name: [] for name in builders}
 
     def record(name: str, *args: Any, **kwargs: Any) -> None:
         calls[name].append((args, kwargs))
 
-    run = with_globals(forward, {name: partial(record, name) for name in builders})
+    run = with_globals(current_forward(decoder), {name: partial(record, name) for name in builders})
     with torch.no_grad():
         probe.attempt(lambda: run(probe.without_layers(decoder, lambda *_: _Stop()), **inputs, use_cache=False))
     return calls

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from veomni_transformers.packed.mask_calls import CAUSAL, SLIDING, mask_builders, mask_calls
+from veomni_transformers.packed.packed_sequences import mask_functions
 from veomni_transformers.proving.functions import current_forward
 
 _LAYERS = {CAUSAL: "full_attention", SLIDING: "sliding_attention"}  # the types whose masks these functions build
@@ -41,16 +42,15 @@ def prepared_masks(model: PreTrainedModel, position_ids: Tensor) -> dict[str, An
                 [False, False,  True]])
     """
     decoder: Any = model.get_decoder()
-    forward = current_forward(decoder)
-    builders = dict(mask_builders(forward))
+    builders = dict(mask_builders(current_forward(decoder)))
     embeddings = torch.zeros(*position_ids.shape, getattr(decoder.config, "hidden_size", 1))
     inputs = {"inputs_embeds": embeddings, "position_ids": position_ids.cpu()}
-    calls = [call for each in mask_calls(decoder, forward, builders, inputs).values() for call in each]
-    if not calls or any(args or call.get("position_ids") is not None for args, call in calls):
+    called = {name: calls for name, calls in mask_calls(decoder, builders, inputs).items() if calls}
+    every = [call for calls in called.values() for call in calls]
+    by_positions = any(args or call.get("position_ids") is not None for args, call in every)
+    if not every or by_positions or not mask_functions(decoder).issubset(_LAYERS):  # others: of recurrent layers
         return {}
-    built = {
-        _LAYERS[name]: _build(build, decoder.config, position_ids, model.dtype) for name, build in builders.items()
-    }
+    built = {_LAYERS[name]: _build(builders[name], decoder.config, position_ids, model.dtype) for name in called}
     return {"attention_mask": built if len(built) > 1 else next(iter(built.values()))}
 
 
