@@ -17,6 +17,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed import group as groups
 
 from veomni_core.errors import HostError
+from veomni_transformers.sequence.copies import contiguous, copy, merged
 
 Tensors = tuple[Tensor, ...]
 
@@ -147,13 +148,32 @@ def _swap(x: Tensor, gathered: int, scattered: int, group: ProcessGroup | None) 
     gathered, scattered = gathered % x.dim(), scattered % x.dim()
     if x.shape[scattered] % ranks:
         raise ValueError(f"dimension {scattered} of {tuple(x.shape)} can't be split equally over {ranks} ranks")
-    parts = x.unflatten(scattered, (ranks, -1)).movedim(scattered, 0)
-    return AllToAll.apply(parts, group).movedim(0, gathered).flatten(gathered, gathered + 1)
+    swapped: Tensor = _Swap.apply(x, gathered, scattered, group)
+    return swapped
 
 
 def _all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
     """Part r of ``parts[n, ...]`` goes to rank r; part r of the result came from rank r."""
-    return collectives.wait_tensor(collectives.all_to_all_single(parts.contiguous(), None, None, group))
+    return collectives.wait_tensor(collectives.all_to_all_single(contiguous(parts), None, None, group))
+
+
+class _Swap(torch.autograd.Function):
+    """``_Swap.apply(x, gathered, scattered, group)``: all of one dimension, for a rank's part of another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gathered: int, scattered: int, group: ProcessGroup) -> Tensor:
+        ctx.how = gathered, scattered, group
+        return _swapped(x, gathered, scattered, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gathered, scattered, group = ctx.how
+        return _swapped(gradients[0], scattered, gathered, group), None, None, None
+
+
+def _swapped(x: Tensor, gathered: int, scattered: int, group: ProcessGroup) -> Tensor:
+    parts = x.unflatten(scattered, (group.size(), -1)).movedim(scattered, 0)
+    return merged(_all_to_all(parts, group).movedim(0, gathered), gathered)
 
 
 class AllToAll(torch.autograd.Function):
@@ -182,7 +202,7 @@ class ScatterHeads(torch.autograd.Function):
         # [B, n h, s, D] -> [n, B, s, h, D]
         by_rank = [t.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4) for t in tensors]
         received = _all_to_all(_packed(by_rank), group)
-        whole = received.transpose(0, 1).flatten(1, 2)
+        whole = merged(received.transpose(0, 1), 1)
         return tuple(part.transpose(1, 2) for part in _unpacked(whole, ctx.sizes))
 
     @staticmethod
@@ -191,7 +211,7 @@ class ScatterHeads(torch.autograd.Function):
         by_rank = [g.unflatten(2, (ctx.ranks, -1)).permute(2, 0, 3, 1, 4) for g in gradients]
         received = _all_to_all(_packed(by_rank), ctx.group)
         # [n, B, s, h, D] -> [B, n h, s, D], in memory [B, s, n h, D] as the projections want it
-        parts = (part.permute(1, 2, 0, 3, 4).flatten(2, 3) for part in _unpacked(received, ctx.sizes))
+        parts = (merged(part.permute(1, 2, 0, 3, 4), 2) for part in _unpacked(received, ctx.sizes))
         return None, None, *(part.transpose(1, 2) for part in parts)
 
 
@@ -200,7 +220,7 @@ def _packed(parts: Sequence[Tensor]) -> Tensor:
     widths = [part.shape[3] * part.shape[4] for part in parts]
     packed = parts[0].new_empty(*parts[0].shape[:3], sum(widths))
     for part, place in zip(parts, packed.split(widths, dim=-1), strict=True):
-        place.unflatten(-1, part.shape[3:]).copy_(part)
+        copy(place.unflatten(-1, part.shape[3:]), part)
     return packed
 
 

@@ -8,11 +8,13 @@ those holds two neighbouring parts of the slot's.
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from veomni_transformers.sequence.copies import copy
 from veomni_transformers.sequence.slicing import gather_outputs, slice_input_tensor
 
 
@@ -56,23 +58,47 @@ class Order:
 
     def part(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of ``x``: ``[.., S, ..] -> [.., S/n, ..]``; a view where it is in one piece."""
-        return slice_input_tensor(x, dim, self.group) if self.slots == 1 else self._taken(x, dim, self.numbers)
+        if self.slots == 1:
+            return slice_input_tensor(x, dim, self.group)
+        pieces = x.unflatten(dim, (self.multiple, -1))
+        return torch.cat([pieces.select(dim % x.dim(), number) for number in self.numbers], dim)
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
         """All positions, of which ``x`` has those of one rank after the other, as they follow in the sequence."""
-        if self.slots == 1:
-            return x
-        return self._taken(x, dim, [self._places.index(number) for number in range(self.multiple)])
+        return self._permuted(x, dim, [self._places.index(number) for number in range(self.multiple)])
 
     def by_ranks(self, x: Tensor, dim: int) -> Tensor:
         """The inverse of :meth:`in_order`."""
-        return x if self.slots == 1 else self._taken(x, dim, self._places)
+        return self._permuted(x, dim, self._places)
 
-    def _taken(self, x: Tensor, dim: int, places: list[int]) -> Tensor:
-        dim %= x.dim()
-        pieces = x.unflatten(dim, (self.multiple, -1))
-        return torch.cat([pieces.select(dim, place) for place in places], dim)
+    def _permuted(self, x: Tensor, dim: int, places: list[int]) -> Tensor:
+        if self.slots == 1:
+            return x
+        permuted: Tensor = _Permuted.apply(x, dim % x.dim(), places)
+        return permuted
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
         """Every rank's part ``[.., S/n, ..]``, joined as they follow in the sequence. Takes no gradient."""
         return self.in_order(gather_outputs(x, dim, self.group), dim)
+
+
+class _Permuted(torch.autograd.Function):
+    """``_Permuted.apply(x, dim, places)``: the equal pieces of a dimension, in the order of their places."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, places: list[int]) -> Tensor:
+        ctx.dim, ctx.places = dim, places
+        return _permuted(x, dim, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        places = ctx.places
+        return _permuted(gradients[0], ctx.dim, [places.index(place) for place in range(len(places))]), None, None
+
+
+def _permuted(x: Tensor, dim: int, places: list[int]) -> Tensor:
+    permuted = torch.empty_like(x, memory_format=torch.contiguous_format)
+    targets, pieces = (each.unflatten(dim, (len(places), -1)).unbind(dim) for each in (permuted, x))
+    for target, place in zip(targets, places, strict=True):
+        copy(target, pieces[place])
+    return permuted

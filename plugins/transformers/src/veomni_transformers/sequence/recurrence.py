@@ -79,11 +79,11 @@ def after_earlier_ranks(call: Function, order: Order) -> Function:
         befores = _before(pieces, given[weight_name].shape[-1] - 1, order)
         for number, x, before in zip(order.numbers, pieces, befores, strict=True):
             width, length = before.shape[-1], x.shape[-1]
-            given[x_name] = torch.cat([before, x], -1)
+            given[x_name] = _joined([before, x])
             if (numbers := boundaries.get("seq_idx")) is not None:
                 given["seq_idx"] = numbers.narrow(1, number * length - width, width + length)
-            found.append(call(**given)[..., width:])
-        return torch.cat(found, -1) if len(found) > 1 else found[0]
+            found.append(_after(call(**given), width))
+        return _joined(found) if len(found) > 1 else found[0]
 
     return of_own_positions
 
@@ -139,3 +139,15 @@ def _before(pieces: Sequence[Tensor], width: int, order: Order) -> list[Tensor]:
     of_all = order.in_order(of_all.movedim(0, -2).flatten(-2), -1)
     stops = [number * (ends.shape[-1] // len(pieces)) for number in order.numbers]
     return [of_all[..., max(stop - width, 0) : stop] for stop in stops]
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    """``[B, C, s]`` one after the other; where the last one's channels are adjacent, so are the result's."""
+    if pieces[-1].stride(1) == 1:
+        return torch.cat([each.transpose(1, 2) for each in pieces], 1).transpose(1, 2)
+    return torch.cat([*pieces], -1)
+
+
+def _after(x: Tensor, width: int) -> Tensor:
+    """The positions of ``[B, C, s]`` from ``width`` on; where channels are adjacent, those of its gradient are too."""
+    return x.transpose(1, 2)[:, width:].transpose(1, 2) if x.stride(1) == 1 else x[..., width:]

@@ -96,7 +96,8 @@ def dquery_kernel(
     dquery_MD = tl.zeros([M, D], dtype=tl.float32)
     dquery_ME = tl.zeros([M, E], dtype=tl.float32)
     last = tl.max(stop_M, 0)
-    for start in range(tl.min(begin_M, 0), last, N):
+    # Of a tile that sees nothing from 0 on: the loop's pipeline reads ahead, and NONE and a step more is below 0.
+    for start in range(tl.minimum(tl.min(begin_M, 0), last), last, N):
         key_N = start + tl.arange(0, N)
         key_ND, key_NE = load_wide(key, key_N, key_N < last, width, D, E, SPLIT, key_row)
         value_NV = load(value, key_N, key_N < last, value_width, V, 0, value_row)

@@ -31,10 +31,11 @@ _LIBRARY.define(
     f"attention_gradients(Tensor doutput, Tensor output, Tensor norms, Tensor ranges, {_INPUTS}) -> "
     "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dsinks)"
 )
-# By the widest head. All calls of a width have the same, since other tiles may add in another order.
-FORWARD = {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 3), 256: Launch(64, 64, 8, 2)}
-DQUERY = {64: Launch(64, 64, 4, 2), 128: Launch(64, 64, 4, 2), 256: Launch(32, 32, 4, 2)}
-DKEYS = {64: Launch(64, 64, 4, 2), 128: Launch(64, 64, 4, 1), 256: Launch(32, 32, 4, 2)}
+# By the widest head; 64 and 128 were the fastest of 33 each on an H200 (benchmarks/attention/triton_attention.py --tune).
+# All calls of a width have the same, since other tiles may add in another order.
+FORWARD = {64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 64, 8, 2)}
+DQUERY = {64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(32, 32, 4, 2)}
+DKEYS = {64: Launch(64, 64, 4, 2), 128: Launch(64, 64, 4, 2), 256: Launch(32, 32, 4, 2)}
 _KEYS = 1024  # of a mask's row at a time
 _QUERIES = 64  # that are counted as one where those that see a key are looked for
 
