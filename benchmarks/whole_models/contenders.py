@@ -161,8 +161,6 @@ CONTENDERS: dict[str, Callable[[PreTrainedModel], None]] = {
     "preset: auto, flash_attention_4": _bound(preset="auto", attn_implementation="flash_attention_4"),
     "preset: auto, compiled": _then_compiled(_bound(preset="auto")),
     f"preset: auto{AS_A_GRAPH}": _bound(preset="auto"),
-    # Liger's loss, which auto takes where QuACK is not installed, waits for the GPU: no graph can hold it.
-    f"preset: auto, chunk_loss{AS_A_GRAPH}": _bound(preset="auto", cross_entropy_loss_implementation="chunk_loss"),
     # Equal bits in every batch, with products that have them too; not the fastest kernels.
     "require: batch_invariant": _bound(preset="auto", require="batch_invariant", linear_implementation="triton"),
     "preset: auto, fused_quack": _bound(preset="auto", moe_implementation="fused_quack"),

@@ -134,6 +134,7 @@ TABLES: dict[str, dict[str, Table]] = {
             ("flash-attn", *_FLASH),
             "kernel",
         ),
+        "same bits": Table("triton_attention_h200", ("shape",), ("both ms",), across="kernel"),
         "ulysses": Table(
             {"": ("ulysses_4_h200", "ulysses_2_h200")},
             ("attention, forward+backward", "GPUs", "sequence", "ms"),
@@ -178,7 +179,7 @@ TABLES: dict[str, dict[str, Table]] = {
             "liger_adapters_h200",
             ("op", "call"),
             (f"{_CALLED} -> ms", "peak MiB"),
-            "^(cross.*causal, (veo|.*own|.* (1|16|75) times the hidden states$)|moe)",
+            "^(cross.*causal, (.*own|.* (1|16|75) times the hidden states$)|moe)",
             _LIGER,
         ),
         "quack": Table(
@@ -319,11 +320,23 @@ TABLES: dict[str, dict[str, Table]] = {
         "qwen3-0.6b": Table(
             {
                 "H200": ("train_step_qwen3_0_6b_graph_h200",),
+                "H200, with Liger's loss": ("train_step_qwen3_0_6b_liger_graph_h200",),
                 "H100": ("train_step_qwen3_0_6b_h100", "train_step_qwen3_0_6b_graph_h100"),
             },
             (),
             _STEP,
+            "^(?!.*chunk_loss)",
             libraries=(*_LIGER, "flash-attn-4"),
+            across="kernels",
+        ),
+        "same bits": Table(
+            {
+                "Llama 1B": ("train_step_llama_1b_same_bits_h200",),
+                "Qwen3-MoE": ("train_step_qwen3_moe_same_bits_h200",),
+            },
+            ("batch",),
+            _STEP,
+            libraries=_LIGER,
             across="kernels",
         ),
         "hybrid": Table(
@@ -331,6 +344,7 @@ TABLES: dict[str, dict[str, Table]] = {
                 "Qwen3-Next": ("train_step_qwen3_next_h200",),
                 "Qwen3-Next, beside fla": ("train_step_qwen3_next_beside_fla_h200",),
                 "Qwen3.5": ("train_step_qwen3_5_h200",),
+                "Bamba": ("train_step_bamba_h200",),
                 "Bamba, H100": ("train_step_bamba_h100",),
                 "Falcon-H1, H100": ("train_step_falcon_h1_h100",),
             },
@@ -352,10 +366,14 @@ TABLES: dict[str, dict[str, Table]] = {
         ),
         "compiled": Table(
             {
-                "SmolLM3, 8 layers": ("train_step_smollm3_compiled_h100",),
-                "OLMoE, 6 layers": ("train_step_olmoe_compiled_h100",),
-                "EXAONE 4, 12 layers": ("train_step_exaone4_compiled_h100",),
-                "MiniMax-M2, 3 layers": ("train_step_minimax_m2_compiled_h100",),
+                f"{model}, {gpu}": (f"train_step_{name}_compiled_{gpu.lower()}",)
+                for gpu in ("H100", "H200")
+                for model, name in (
+                    ("SmolLM3, 8 layers", "smollm3"),
+                    ("OLMoE, 6 layers", "olmoe"),
+                    ("EXAONE 4, 12 layers", "exaone4"),
+                    ("MiniMax-M2, 3 layers", "minimax_m2"),
+                )
             },
             (),
             _STEP,

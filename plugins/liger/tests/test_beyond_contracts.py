@@ -169,6 +169,23 @@ def test_what_is_saved_for_backward():
 
 
 @pytest.mark.gpu
+def test_a_step_of_the_causal_loss_replays_as_a_cuda_graph():
+    hidden, weight = leaf(300, 64, dtype=torch.bfloat16), leaf(1000, 64, dtype=torch.bfloat16)
+    labels = torch.arange(300, device=DEVICE) % 1000
+
+    def step():
+        return torch.autograd.grad(cross_entropy_loss.causal(hidden, weight, labels), (hidden, weight))
+
+    wanted = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["standard", "cast_after", "offset", "unweighted"])
 def test_many_narrow_rows_take_liger_s_other_kernel_and_round_as_the_reference(variant):
     torch.manual_seed(0)

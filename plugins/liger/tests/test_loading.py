@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from veomni_conformance.given_kernels import definitions
 from veomni_core import Hardware, OpsConfig, Site, plan_sites
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError
-from veomni_liger.chunks import LOGITS_BYTES, chunk_multiple
+from veomni_liger.chunks import LOGITS_BYTES, chunks
 from veomni_liger.plugin import veomni_kernels
 
 RECORD = PluginRecord("liger", "veomni-liger", "0", "veomni_liger.plugin", kernels=tuple(veomni_kernels()))
@@ -101,7 +102,7 @@ def test_the_plugin_describes_itself_without_the_library_and_says_what_to_do_whe
 CALLED = """
 from veomni_liger import cross_entropy_loss, moe_experts, pinned_experts, rms_norm, rotary_pos_emb, swiglu_mlp
 
-print(rms_norm._apply.__self__.__base__, cross_entropy_loss._linear_cross_entropy, cross_entropy_loss._cross_entropy)
+print(rms_norm._apply.__self__.__base__, cross_entropy_loss._losses_and_dlogits, cross_entropy_loss._cross_entropy)
 print(rotary_pos_emb._rope_forward, rotary_pos_emb._rope_backward, *swiglu_mlp._KERNELS.values())
 for name in pinned_experts.CONFIGURATIONS:
     print(name, moe_experts._apply.__self__.forward.__wrapped__.__globals__[name]._configuration)
@@ -154,27 +155,17 @@ def test_the_library_keeps_its_search_for_others():
     assert min(len(getattr(fused_moe, name).configs) for name in CONFIGURATIONS) > 1
 
 
-def _rows_that_liger_takes(tokens, width, vocabulary, multiple):
-    """As `fused_linear_cross_entropy_forward` of 0.8.5 does."""
-    chunks = -(-vocabulary // (multiple * width))
-    return min(1 << max(-(-tokens // chunks) - 1, 0).bit_length(), tokens)
-
-
-@given(
-    tokens=st.integers(1, 1 << 20),
-    width=st.integers(8, 16384),
-    vocabulary=st.integers(2, 300_000),
-    element_size=st.sampled_from([2, 4]),
-)
-def test_a_chunk_s_logits_fit_the_budget_or_are_the_fewest_that_liger_takes(tokens, width, vocabulary, element_size):
-    multiple = chunk_multiple(tokens, width, vocabulary, element_size)
-    rows = _rows_that_liger_takes(tokens, width, vocabulary, multiple)
-    assert multiple == 1 or rows * vocabulary * element_size <= LOGITS_BYTES
-    if multiple > 1 and rows < tokens:
-        more = _rows_that_liger_takes(tokens, width, vocabulary, multiple + 1)
-        assert more == rows or more * vocabulary * element_size > LOGITS_BYTES
+@given(tokens=st.integers(0, 1 << 20), vocabulary=st.integers(2, 300_000), element_size=st.sampled_from([2, 4]))
+def test_a_chunk_s_logits_fit_the_budget_or_are_a_tile_s_and_no_fewer_chunks_would_do(tokens, vocabulary, element_size):
+    found = chunks(tokens, vocabulary, element_size)
+    assert [row for each in found for row in (each.start, each.stop)] == [
+        row for start, stop in itertools.pairwise([0, *(each.stop for each in found)]) for row in (start, stop)
+    ]
+    assert (found[-1].stop if found else 0) == tokens
+    rows = max((each.stop - each.start for each in found), default=0)
+    most = max(LOGITS_BYTES // (vocabulary * element_size * 128), 1) * 128
+    assert rows <= most and len(found) == -(-tokens // most)
 
 
 def test_the_chunks_of_a_large_vocabulary():
-    assert _rows_that_liger_takes(8192, 2048, 151936, chunk_multiple(8192, 2048, 151936, 2)) == 2048
-    assert _rows_that_liger_takes(8192, 2048, 151936, 1) == 128
+    assert [each.stop - each.start for each in chunks(8192, 151936, 2)] == [1024] * 8

@@ -2,12 +2,10 @@
 
 Both compute their gradients in forward, in the memory of the logits, which are no longer needed then. They compute the
 gradients of the sum of the losses; backward multiplies them by the incoming gradient, which contains the division by
-the number of items. Where the graph is kept for another backward, it multiplies a copy of them: Liger's own backward
-scales in place at any rate, so a second one would scale twice, and it synchronizes with the host to find out whether it
-has to scale.
+the number of items. Where the graph is kept for another backward, it multiplies a copy of them.
 
-Forward can't be captured in a CUDA graph: the library's functions read the number of labels on the host, although
-nothing here needs it.
+The products around Liger's kernel are this file's. In Liger's own loop a chunk's tokens are a power of two, sums of
+float16 overflow, and the host waits for the number of labels.
 
 Shapes: T tokens, H hidden size, V vocabulary; B sequences and C classes of a classifier.
 """
@@ -22,16 +20,14 @@ from torch import Tensor, library
 from torch.autograd import Function
 
 from veomni_core.kernels import IGNORED, first_derivatives_only, product_operands
-from veomni_liger.chunks import chunk_multiple
+from veomni_liger.chunks import chunks
 from veomni_liger.loading import part
 
-_linear_cross_entropy = part("fused_linear_cross_entropy", "fused_linear_cross_entropy_forward")
+_losses_and_dlogits = part("cross_entropy", "liger_cross_entropy_kernel")
 _cross_entropy = part("cross_entropy", "cross_entropy_forward")
 _multiply_in_place = part("utils", "element_mul_kernel")
 _WIDEST_BLOCK = 32768
-# Liger sums the weight's gradient in the weight's dtype. float16 overflows at 65504, about 2048 summands of 32 each; so
-# at most this many tokens are summed in float16.
-_FLOAT16_TOKENS = 2048
+_WARPS = 32  # of a row of logits, as Liger launches its kernel
 
 
 def causal(
@@ -51,8 +47,8 @@ def causal(
     instead of by the number of labels. If every label is ignored, the loss and its gradients are zero.
 
     Gradients reach ``hidden``, ``weight`` and ``bias``. Those of weight and bias are summed over chunks in their own
-    dtype, as Liger does; in float16 over at most 2048 tokens, and these partial sums in float32. Under autocast,
-    hidden, weight and bias are cast to its dtype.
+    dtype, as Liger does; in float32 for float16, which overflows. Under autocast, hidden, weight and bias are cast to
+    its dtype.
 
     Raises:
         TypeError: hidden, weight and bias differ in dtype, and autocast is off.
@@ -156,39 +152,80 @@ def _causal_sum_of(
     train: bool,
     train_weight: bool,
 ) -> tuple[Tensor, ...]:
-    (tokens, width), vocabulary = hidden.shape, weight.shape[0]
+    tokens, vocabulary = len(hidden), len(weight)
     # Checked on the device: the host doesn't wait.
     known = ((labels >= 0) & (labels < vocabulary)) | (labels == ignore_index)
     torch._assert_async(known.all(), f"a label is neither in [0, {vocabulary}) nor {ignore_index}")
-    if not tokens:  # Liger would divide by a chunk size of zero
-        return tuple(x.zero_() for x in _causal_sum_like(hidden, weight, bias, labels, 0, None, train, train_weight))
-    # float16: split the tokens, so that Liger's sums over them don't overflow. See _FLOAT16_TOKENS.
-    at_once = min(tokens, _FLOAT16_TOKENS) if hidden.dtype == torch.float16 else tokens
-    parts = []
+    total, dhidden, dweight, dbias = _causal_sum_like(
+        hidden, weight, bias, labels, ignore_index, softcap, train, train_weight
+    )
+    for each in (dweight, dbias):
+        each.zero_()
+    losses = torch.zeros(tokens, dtype=torch.float32, device=hidden.device)  # Liger writes none of an ignored label
+    parts = chunks(tokens, vocabulary, hidden.element_size())
+    buffer = hidden.new_empty(max((part.stop - part.start for part in parts), default=0), vocabulary)
     with torch.no_grad(), torch.cuda.device_of(hidden):
-        for states, targets in zip(hidden.split(at_once), labels.split(at_once), strict=True):
-            total, _, _, _, *gradients = _linear_cross_entropy(
-                states,
-                weight,
-                targets,
-                bias=bias,
-                ignore_index=ignore_index,
-                reduction="sum",
-                softcap=softcap,
-                compute_gradients=train,
-                weight_requires_grad=train_weight,
-                chunk_mem_const=chunk_multiple(at_once, width, vocabulary, hidden.element_size()),
-            )
-            parts.append((total, *(hidden.new_empty(0) if gradient is None else gradient for gradient in gradients)))
-    return _together(parts, hidden.dtype)
+        for part_T in parts:
+            states_TH, logits_TV = hidden[part_T], buffer[: part_T.stop - part_T.start]
+            torch.mm(states_TH, weight.t(), out=logits_TV)
+            if bias is not None:
+                logits_TV += bias
+            _launch(logits_TV, labels[part_T], losses[part_T], ignore_index, softcap, train)
+            if train:  # the logits' memory has their gradients now
+                torch.mm(logits_TV, weight, out=dhidden[part_T])
+                if train_weight:
+                    _add_product(dweight, logits_TV.t(), states_TH)
+                if bias is not None:
+                    dbias += logits_TV.sum(0, dtype=dbias.dtype)
+    return torch.sum(losses, 0, out=total), dhidden, dweight, dbias
 
 
-def _together(parts: list[tuple[Tensor, ...]], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Combines the results of all token splits; in float16, sums the gradients of weight and bias in float32."""
-    totals, dhidden, dweight, dbias = zip(*parts, strict=True)
-    if dtype != torch.float16:
-        return parts[0]
-    return sum(totals), torch.cat(dhidden), *(sum(part.float() for part in sums) for sums in (dweight, dbias))
+def _launch(
+    logits_TV: Tensor, labels_T: Tensor, losses_T: Tensor, ignore_index: int, softcap: float | None, train: bool
+) -> None:
+    """Write the losses of a chunk, and where it ``train``s the gradients of their sum over the logits."""
+    rows, vocabulary = logits_TV.shape
+    _losses_and_dlogits[(rows,)](
+        X_ptr=logits_TV,
+        X_stride=logits_TV.stride(0),
+        Y_ptr=labels_T,
+        Y_stride=labels_T.stride(0),
+        weight_ptr=None,
+        loss_ptr=losses_T,
+        z_loss_ptr=None,
+        loss_stride=losses_T.stride(0),
+        token_accuracy_ptr=None,
+        token_accuracy_stride=0,
+        predicted_tokens_ptr=None,
+        predicted_tokens_stride=0,
+        n_cols=vocabulary,
+        n_non_ignore=1,  # of means
+        sum_non_ignore_weight=1,
+        weight_sum=0.0,
+        ignore_index=ignore_index,
+        lse_square_scale=0.0,
+        label_smoothing=0.0,
+        reduction="sum",
+        softcap=softcap,
+        RETURN_Z_LOSS=False,
+        RETURN_TOKEN_ACCURACY=False,
+        RETURN_PREDICTED_TOKENS=False,
+        HAS_WEIGHT=False,
+        HAS_SOFTCAPPING=softcap is not None,
+        HAS_GRADIENTS=train,
+        BLOCK_SIZE=min(triton.next_power_of_2(vocabulary), _WIDEST_BLOCK),
+        num_warps=_WARPS,
+    )
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``, of float16 in float32."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _causal_sum_like(
@@ -204,7 +241,8 @@ def _causal_sum_like(
     wide = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
     given = (weight if train and train_weight else None, bias if train else None)
     sums = (hidden.new_empty(0, dtype=wide) if x is None else torch.empty_like(x, dtype=wide) for x in given)
-    return hidden.new_empty((), dtype=torch.float32), torch.empty_like(hidden), *sums
+    dhidden = torch.empty_like(hidden) if train else hidden.new_empty(0)
+    return hidden.new_empty((), dtype=torch.float32), dhidden, *sums
 
 
 def _class_sum_of(logits: Tensor, labels: Tensor, ignore_index: int, train: bool) -> tuple[Tensor, Tensor]:
