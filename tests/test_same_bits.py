@@ -15,6 +15,7 @@ from tiny_models import tiny_model
 from veomni_core import bind
 from veomni_core.cli.app import build_app
 from veomni_core.errors import ConfigError
+from veomni_torch import fixed_order
 from veomni_transformers.parity import OWN, check_parity
 from veomni_transformers.whole_vectors import _Vectors, in_whole_vectors
 
@@ -35,7 +36,7 @@ FAMILIES = {
     **{"gpt_oss": GPT_OSS, "deepseek_v3": {}, "qwen3_next": QWEN3_NEXT},
 }
 LAYOUTS = ["each sequence alone", "in a batch of 21", "padded on the left", "padded on the right", "packed"]
-LAYOUTS += ["token by token, with a cache"]
+LAYOUTS += ["the end token by token, with a cache", "one sequence token by token, with a cache"]
 
 
 def made(family, dtype=torch.float32):
@@ -81,7 +82,7 @@ def test_a_model_that_draws_random_numbers_is_refused_and_one_with_a_cache_of_st
         check_parity(build("llama", attention_dropout=0.1))
     scan = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "num_hidden_layers": 1, "chunk_size": 8}
     last = check_parity(build("mamba2", **scan))[-1]
-    assert last.layout == "token by token, with a cache" and last.largest < 1e-5
+    assert last.layout == LAYOUTS[-1] and last.largest < 1e-5
 
 
 @pytest.mark.thorough
@@ -98,7 +99,7 @@ def test_a_hybrid_model_is_refused_with_the_layer_that_cannot():
         promises = " ".join(binding.receipt.to_dict()["promises"])
     assert "not known to be batch-invariant: " in promises and "chunk_gated_delta_rule:eager (1)" in promises
     assert "would mix them" in found["packed"].why_not and not found["packed"].same_bits
-    assert not found["token by token, with a cache"].same_bits
+    assert not found[LAYOUTS[-1]].same_bits
 
 
 def test_activations_of_own_code_keep_values_gradients_and_what_they_are_given():
@@ -132,7 +133,7 @@ def test_a_compiled_hybrid_has_the_same_bits_with_graphs_that_end_at_its_gates()
 
 def splits_by_the_batch(rows, weight, bias=None):
     """Sums in two halves where there are many rows."""
-    half = rows.shape[1] // 2 if len(rows) > 32 else 0
+    half = rows.shape[1] // 2 if len(rows) > 100 else 0
     return F.linear(rows[:, half:], weight[:, half:], bias) + rows[:, :half] @ weight[:, :half].t()
 
 
@@ -142,7 +143,21 @@ def test_a_split_that_depends_on_the_batch_is_named_where_it_happens(monkeypatch
     with bind(model, {**SAME, "moe_implementation": "eager"}, device="cpu"):
         found = {each.layout: each for each in check_parity(model)}
     named = "model.layers.0.self_attn.q_proj (Linear, linear:fixed_order)"
-    assert found["each sequence alone"].first == found["token by token, with a cache"].first == named
+    assert found["each sequence alone"].first == found[LAYOUTS[-1]].first == named
+
+
+def test_a_split_of_one_row_alone_is_named_where_one_sequence_is_decoded(monkeypatch):
+    own = fixed_order.linear
+
+    def linear(rows, *rest):
+        return splits_by_the_batch(rows.repeat(101, 1), *rest)[:1] if len(rows) == 1 else own(rows, *rest)
+
+    monkeypatch.setattr(fixed_order, "linear", linear)
+    model = made("llama")
+    with bind(model, SAME, device="cpu"):
+        *others, alone = check_parity(model)
+    assert all(each.same_bits for each in others)
+    assert alone.first == "model.layers.0.self_attn.q_proj (Linear, linear:fixed_order)"
 
 
 def adds_up_as_suits_the_batch(x, dim):
@@ -171,9 +186,10 @@ def test_a_step_of_single_tokens_that_is_not_proven_stays_and_is_named(name, mon
     monkeypatch.setattr(modeling_qwen3_next, name, doubled)
     model = made("qwen3_next")
     with bind(model, SAME, device="cpu"):
-        *others, decoded = check_parity(model)
+        *others, decoded, alone = check_parity(model)
     assert all(each.same_bits for each in others)
-    assert decoded.largest > 0 and decoded.first.startswith("model.layers.0.linear_attn.")
+    for each in (decoded, alone):
+        assert each.largest > 0 and each.first.startswith("model.layers.0.linear_attn.")
 
 
 JOB = """model:

@@ -20,7 +20,7 @@ _USUAL = (
     {("torch", "2.13.0+cpu"), ("transformers", "5.23.0"), ("triton", "3.6.0")},
     {("torch", "2.11.0"), ("transformers", "5.17.0"), ("triton", "3.6.0")},
 )
-_SPREAD = re.compile(r" \([\d.]+ to [\d.]+\)")
+_SPREAD = re.compile(r" \(([\d.]+) to ([\d.]+)\)")
 
 
 def result(name: str) -> Any:
@@ -84,7 +84,7 @@ class Table:
             for cells in (dict(zip(header, row, strict=True)) for row in rows):
                 row = tuple(cells[column] for column in (*self.by, self.across) if column)
                 shown = self._shown.items()
-                figures = (cells[each] if "(" in title else _SPREAD.sub("", cells[each]) for each, title in shown)
+                figures = (_SPREAD.sub(" (\\1\u2013\\2)" if "(" in title else "", cells[each]) for each, title in shown)
                 if re.search(self.only, ", ".join(row)):
                     yield row, tuple(figures)
 
@@ -145,6 +145,7 @@ TABLES: dict[str, dict[str, Table]] = {
             {"": ("shared_llama_1b_2_h200", "shared_qwen3_next_2_h200")},
             ("model", "sequence", "way"),
             ("ms (least to most) -> ms", "speed"),
+            "^(?!.*overlapping)",
         ),
     },
     "causal_conv1d": {

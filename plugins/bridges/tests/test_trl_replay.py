@@ -212,6 +212,8 @@ def test_what_the_model_has_not_drawn_is_refused():
         assert replay.replayed.indices[:, :-1].equal(recorded.choices.indices[:, :-1])
         with pytest.raises(RouterReplayError, match="row 1 of this forward, of 3 tokens, is none of the 2"):
             model(torch.stack([drawn[0, :3], drawn[1, 1:4]]))
+        with pytest.raises(RouterReplayError, match="beams change the places of rows"):
+            model.generate(ids, max_new_tokens=4, num_beams=2, pad_token_id=0)
         with pytest.raises(RouterReplayError, match="rows are known by input_ids"):
             model(inputs_embeds=model.get_input_embeddings()(ids))
     model(ids)

@@ -185,6 +185,8 @@ MISTAKES = {
     "twice in layer 0: .* Give -1": lambda c: RouterChoices(torch.zeros_like(c.indices), c.experts),
     "torch.bool": lambda c: RouterChoices(c.indices > 0, c.experts),
     "expected RouterChoices": lambda c: c.indices,
+    "indices: expected a tensor .*, not list": lambda c: RouterChoices(c.indices.tolist(), c.experts),
+    "experts are 4; give": lambda c: RouterChoices(c.indices, 4),
     r"this forward is of \[3, 9\]": lambda c: RouterChoices(c.indices[:, :-1], c.experts),
 }
 
@@ -220,6 +222,9 @@ def test_masks_that_do_not_fit_are_refused():
     choices = recorded(made("qwen3_moe"), {"input_ids": IDS})
     with pytest.raises(RouterReplayError, match="the mask is"):
         choices.packed(LEFT)
+    for lay_out in (choices.packed, choices.padded):
+        with pytest.raises(RouterReplayError, match="the mask: expected a tensor"):
+            lay_out(RIGHT.tolist())
     with pytest.raises(RouterReplayError, match="the mask keeps 25 positions"):
         choices.padded(RIGHT)
 

@@ -31,6 +31,8 @@ NAMES = [name for module in MODULES for name, check in CHECKS.items() if check._
 # refusals; `make test-all` runs every check.
 FEW = (
     "llama_with_as_many_key_heads_as_ranks_or_fewer",
+    "heads_of_several_dtypes_have_those_of_queries",
+    "weights_in_float32_under_autocast",
     "a_kernel_that_takes_lengths_and_sinks",
     "features_of_early_layers_are_added_on_the_rank_of_their_positions",
     "what_towers_were_given_is_not_passed_on",

@@ -17,9 +17,7 @@ from veomni_core import KernelSpec, bind
 from veomni_core.discovery.registry import Registry, build_registry
 from veomni_ops.attention import standard
 from veomni_ops.attention_blocks import TORCH
-from veomni_transformers.sequence import (
-    apply_ulysses,
-)
+from veomni_transformers.sequence import apply_ulysses, scatter_attention_heads, slice_input_tensor
 
 LENGTH = 16
 # Grouped matrix products know no float64.
@@ -183,6 +181,33 @@ def embeddings_instead_of_tokens() -> None:
     ids = batch.pop("input_ids")
     table = torch.randn(64, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     compare("llama", {**batch, "inputs_embeds": table[ids]})
+
+
+@check
+def heads_of_several_dtypes_have_those_of_queries() -> None:
+    for dtypes in ((torch.float32, torch.bfloat16, torch.bfloat16), (torch.float16, torch.bfloat16, torch.float32)):
+        for width in (3, 4, 8):
+            whole = [torch.randn(2, 2 * size(), 3 * size(), width).to(dtype) for dtype in dtypes]
+            found = scatter_attention_heads(*(slice_input_tensor(each, 2) for each in whole))
+            for mine, each in zip(found, whole, strict=True):
+                assert mine.equal(slice_input_tensor(each, 1).to(dtypes[0])), (dtypes, width)
+
+
+@check
+def weights_in_float32_under_autocast() -> None:
+    batch = causal_batch()
+    for head_dim in (4, 8):
+        reference, model = (build("qwen3", head_dim=head_dim, num_key_value_heads=4) for _ in range(2))
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = reference(**batch, use_cache=False).loss
+            with apply_ulysses(model):
+                loss = model(**batch).loss
+        torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=0)
+        for each in (wanted, loss):
+            each.backward()
+        for mine, own in zip(model.parameters(), reference.parameters(), strict=True):
+            distributed.all_reduce(mine.grad)
+            assert (mine.grad / size() - own.grad).norm() <= 1e-2 * own.grad.norm() + 1e-6
 
 
 @check

@@ -28,6 +28,14 @@ _cross_entropy = part("cross_entropy", "cross_entropy_forward")
 _multiply_in_place = part("utils", "element_mul_kernel")
 _WIDEST_BLOCK = 32768
 _WARPS = 32  # of a row of logits, as Liger launches its kernel
+# What its kernel can do beside: means, weights of words, smoothed labels, and more results.
+_LEFT_OUT = {
+    **dict.fromkeys(("weight_ptr", "z_loss_ptr", "token_accuracy_ptr", "predicted_tokens_ptr")),
+    **dict.fromkeys(("HAS_WEIGHT", "RETURN_Z_LOSS", "RETURN_TOKEN_ACCURACY", "RETURN_PREDICTED_TOKENS"), False),
+    **dict.fromkeys(("token_accuracy_stride", "predicted_tokens_stride"), 0),
+    **dict.fromkeys(("lse_square_scale", "label_smoothing", "weight_sum"), 0.0),
+    **{"reduction": "sum", "n_non_ignore": 1, "sum_non_ignore_weight": 1},
+}
 
 
 def causal(
@@ -156,9 +164,7 @@ def _causal_sum_of(
     # Checked on the device: the host doesn't wait.
     known = ((labels >= 0) & (labels < vocabulary)) | (labels == ignore_index)
     torch._assert_async(known.all(), f"a label is neither in [0, {vocabulary}) nor {ignore_index}")
-    total, dhidden, dweight, dbias = _causal_sum_like(
-        hidden, weight, bias, labels, ignore_index, softcap, train, train_weight
-    )
+    total, dhidden, dweight, dbias = _causal_sum_like(hidden, weight, bias, labels, 0, None, train, train_weight)
     for each in (dweight, dbias):
         each.zero_()
     losses = torch.zeros(tokens, dtype=torch.float32, device=hidden.device)  # Liger writes none of an ignored label
@@ -190,31 +196,16 @@ def _launch(
         X_stride=logits_TV.stride(0),
         Y_ptr=labels_T,
         Y_stride=labels_T.stride(0),
-        weight_ptr=None,
         loss_ptr=losses_T,
-        z_loss_ptr=None,
         loss_stride=losses_T.stride(0),
-        token_accuracy_ptr=None,
-        token_accuracy_stride=0,
-        predicted_tokens_ptr=None,
-        predicted_tokens_stride=0,
         n_cols=vocabulary,
-        n_non_ignore=1,  # of means
-        sum_non_ignore_weight=1,
-        weight_sum=0.0,
         ignore_index=ignore_index,
-        lse_square_scale=0.0,
-        label_smoothing=0.0,
-        reduction="sum",
         softcap=softcap,
-        RETURN_Z_LOSS=False,
-        RETURN_TOKEN_ACCURACY=False,
-        RETURN_PREDICTED_TOKENS=False,
-        HAS_WEIGHT=False,
         HAS_SOFTCAPPING=softcap is not None,
         HAS_GRADIENTS=train,
         BLOCK_SIZE=min(triton.next_power_of_2(vocabulary), _WIDEST_BLOCK),
         num_warps=_WARPS,
+        **_LEFT_OUT,
     )
 
 

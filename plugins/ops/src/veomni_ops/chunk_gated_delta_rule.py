@@ -15,7 +15,8 @@ from torch import Tensor
 
 from veomni_ops.contract import Contract
 from veomni_ops.delta_recurrence import Bounds, check_inputs, over_tokens
-from veomni_ops.delta_rule_samples import GRADIENTS, RANGES, VALUES, DeltaRuleSamples, alike, present
+from veomni_ops.delta_rule_samples import RANGES, DeltaRuleSamples, alike
+from veomni_ops.recurrence_tolerances import GRADIENTS, VALUES, present
 
 
 def standard(

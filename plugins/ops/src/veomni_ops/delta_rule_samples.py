@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from veomni_ops.combinations import CONTIGUOUS, EVERY_OTHER, laid_out, together
-from veomni_ops.contract import Alike, Draw, Sample, Tolerance, as_tensors, leaf
+from veomni_ops.contract import Alike, Draw, Sample, leaf
 from veomni_ops.memory_places import alone
 
 # A feature: keys or values wider than 128. A kernel may have room for a state of 128 by 128 alone.
@@ -266,27 +266,3 @@ def _state(draw: Draw, sequences: int, heads: int = 2, key_width: int = 8, value
 
 def _bounds_at(device: torch.device, *ends: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor((0, *ends), dtype=dtype, device=device)
-
-
-# In low precision kernels round queries, keys and corrections of the state to feed matrix units, which transformers'
-# own code does not.
-VALUES = {
-    "float32": Tolerance(element=2e-5, norm=4e-6),
-    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
-    "float16": Tolerance(element=6e-3, norm=1.5e-3),
-}
-GRADIENTS = {
-    "float32": Tolerance(element=6e-5, norm=1e-5),
-    "bfloat16": Tolerance(element=1e-1, norm=2e-2),
-    "float16": Tolerance(element=1.5e-2, norm=3e-3),
-}
-
-
-def present(result: Any) -> tuple[Tensor, ...]:
-    """The tensors of a result that may lack final states.
-
-    Example:
-        >>> present((torch.zeros(1), None))
-        (tensor([0.]),)
-    """
-    return tuple(each for each in as_tensors(result) if each is not None)

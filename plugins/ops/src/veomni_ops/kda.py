@@ -15,7 +15,8 @@ from torch import Tensor
 
 from veomni_ops.contract import Contract
 from veomni_ops.delta_recurrence import Bounds, check_inputs, over_tokens
-from veomni_ops.delta_rule_samples import GRADIENTS, RANGES, VALUES, DeltaRuleSamples, alike, present
+from veomni_ops.delta_rule_samples import RANGES, DeltaRuleSamples, alike
+from veomni_ops.recurrence_tolerances import GRADIENTS, VALUES, present
 
 
 def standard(
@@ -78,16 +79,10 @@ def check_call(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Bounds | None:
-    """Check that the inputs of a call fit together. A kernel calls it first.
-
-    The boundaries are read, which waits for the device that has them.
-
-    Returns:
-        The first token of each packed sequence, and the one after its last; ``None`` where nothing is packed.
+    """Check that the inputs of a call fit together, as the gated delta rule's does, and return its boundaries.
 
     Raises:
-        ValueError: a shape doesn't fit to the others; a state is of another number of sequences; the boundaries are not
-            those of a batch of one, don't go from 0 to its length, or go back.
+        ValueError: a shape doesn't fit to the others, or the boundaries don't fit to the length.
 
     Example:
         >>> import torch

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_ops.combinations import CONTIGUOUS, EVERY_OTHER, together
-from veomni_ops.contract import Contract, Draw, Sample, Tolerance, as_tensors, compute_dtype, leaf
+from veomni_ops.contract import Contract, Draw, Sample, compute_dtype, leaf
 from veomni_ops.memory_places import alone
+from veomni_ops.recurrence_tolerances import GRADIENTS, VALUES, present
 
 UNLIMITED = (0.0, math.inf)
 
@@ -337,24 +338,6 @@ def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("packed, long", problems.call(1, 2051, (2, 1), (64, 128), decay=0.02), packed)
 
 
-# In low precision kernels round what they feed to matrix units, and transformers' own code rounds the time steps.
-VALUES = {
-    "float32": Tolerance(element=2e-5, norm=4e-6),
-    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
-    "float16": Tolerance(element=6e-3, norm=1.5e-3),
-}
-# The gradients of A, D and dt_bias are sums over all tokens.
-GRADIENTS = {
-    "float32": Tolerance(element=6e-5, norm=1e-5),
-    "bfloat16": Tolerance(element=1e-1, norm=2e-2),
-    "float16": Tolerance(element=1.5e-2, norm=3e-3),
-}
-
-
-def _present(result: Any) -> tuple[Tensor, ...]:
-    return tuple(each for each in as_tensors(result) if each is not None)
-
-
 CONTRACTS = {
     "standard": Contract(
         op_name="mamba2_scan",
@@ -365,7 +348,7 @@ CONTRACTS = {
         gradients=GRADIENTS,
         beyond_a_tile=_beyond_a_tile,
         large=_large,
-        primary=_present,
+        primary=present,
         rows=("x", "dt", "B", "C", "initial_states", "seq_idx"),
         ranges={"A": (-math.inf, 0.0)},  # models have -exp(A_log), with which a state decays
     ),

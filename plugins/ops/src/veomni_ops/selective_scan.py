@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_ops.contract import Contract, Draw, Sample, Tolerance, as_tensors, compute_dtype, leaf
+from veomni_ops.contract import Contract, Draw, Sample, compute_dtype, leaf
 from veomni_ops.memory_places import alone
+from veomni_ops.recurrence_tolerances import GRADIENTS, VALUES, present
 
 
 def standard(
@@ -251,24 +252,6 @@ def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("a model's channels, packed", call, {**packed, **problems.states(1, 1536, 16)})
 
 
-# In low precision transformers' own code rounds the time steps.
-VALUES = {
-    "float32": Tolerance(element=2e-5, norm=4e-6),
-    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
-    "float16": Tolerance(element=6e-3, norm=1.5e-3),
-}
-# The gradients of A, D and dt_bias are sums over all tokens, those of B and C over all channels.
-GRADIENTS = {
-    "float32": Tolerance(element=6e-5, norm=1e-5),
-    "bfloat16": Tolerance(element=1e-1, norm=2e-2),
-    "float16": Tolerance(element=1.5e-2, norm=3e-3),
-}
-
-
-def _present(result: Any) -> tuple[Tensor, ...]:
-    return tuple(each for each in as_tensors(result) if each is not None)
-
-
 CONTRACTS = {
     "standard": Contract(
         op_name="selective_scan",
@@ -279,7 +262,7 @@ CONTRACTS = {
         gradients=GRADIENTS,
         beyond_a_tile=_beyond_a_tile,
         large=_large,
-        primary=_present,
+        primary=present,
         rows=("x", "dt", "B", "C", "z", "initial_states", "seq_idx"),
         ranges={"A": (-math.inf, 0.0)},  # models have -exp(A_log), with which a state decays
     ),

@@ -2,41 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
-from torch import Tensor
-
 from veomni_ops.chunk_gated_delta_rule import check_call
-from veomni_torch.delta_rule import in_chunks
+from veomni_torch.delta_rule_call import delta_rule
 from veomni_torch.delta_rule_in_fixed_order import in_fixed_order
 
-
-def standard(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
-    rule: Callable[..., tuple[Tensor, Tensor | None]] = in_chunks,
-) -> tuple[Tensor, Tensor | None]:
-    """The output ``[B, S, HV, V]`` in query's dtype, and the final states ``[N, HV, K, V]`` in float32 or ``None``.
-
-    Everything between is in float32. Packed sequences don't share a chunk. Gradients of all floating-point inputs, from
-    both results; autograd keeps the inputs and a state per 64 tokens.
-
-    Raises:
-        ValueError: shapes or boundaries don't fit together.
-    """
-    bounds = check_call(query, key, value, g, beta, initial_state, cu_seqlens)
-    options = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, bounds)
-    return rule(query, key, value, g, beta, *options)
-
-
+standard = partial(delta_rule, check=check_call)
 standard_in_fixed_order = partial(standard, rule=in_fixed_order)

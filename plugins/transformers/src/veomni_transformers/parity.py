@@ -28,9 +28,10 @@ from veomni_transformers.forwards.logprobs_head import score
 from veomni_transformers.packed.module_outputs import after_each_module
 from veomni_transformers.packed.prepared_masks import prepared_masks
 
-_SEQUENCES, _LENGTH = 3, 23
+_SEQUENCES, _LENGTH = 3, 70  # more keys than a block of attention's 64
+_STEPS = 8  # of the batch's end; one sequence is decoded from its first token on
 _PADDING, _LARGER = 5, 7  # positions of padding; how many times as many sequences the larger batch has
-OWN = "transformers' own code"
+OWN, _ALONE = "transformers' own code", "one sequence token by token, with a cache"
 
 Outputs = dict[str, Tensor]
 Part = Callable[[Tensor], Tensor]
@@ -125,7 +126,8 @@ def _layouts(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[str, Callabl
         flat = {"input_ids": ids.reshape(1, -1), "position_ids": places, **prepared_masks(model, places)}
         apart: Part = lambda x: x.reshape(batch, length, *x.shape[2:])  # noqa: E731
         yield "packed", lambda: _cut(_run(model, labels.reshape(1, -1), flat), apart)
-    yield "token by token, with a cache", lambda: _decoded(model, ids, labels)
+    yield "the end token by token, with a cache", lambda: _decoded(model, ids, labels, max(length - _STEPS, 0))
+    yield _ALONE, lambda: _decoded(model, ids[:1], labels[:1])
 
 
 def _padded(model: PreTrainedModel, ids: Tensor, labels: Tensor, before: int, has_positions: bool) -> _Run:
@@ -138,10 +140,11 @@ def _padded(model: PreTrainedModel, ids: Tensor, labels: Tensor, before: int, ha
     return _cut(whole, lambda x: x[:, before : before + ids.shape[1]])
 
 
-def _decoded(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> _Run:
-    cache, steps = None, []
+def _decoded(model: PreTrainedModel, ids: Tensor, labels: Tensor, first: int = 0) -> _Run:
+    """The ``first`` tokens at once, and then one after the other."""
+    cache, steps, sizes = None, [], [*([first] if first else []), *[1] * (ids.shape[1] - first)]
     name = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
-    for now, wanted in zip(ids.split(1, dim=1), labels.split(1, dim=1), strict=True):
+    for now, wanted in zip(ids.split(sizes, 1), labels.split(sizes, 1), strict=True):
         outputs: list[Any] = []
         steps.append(_run(model, wanted, {"input_ids": now, name: cache, "use_cache": True}, outputs))
         cache = outputs[0][name]
@@ -191,6 +194,8 @@ def _compared(model: PreTrainedModel, layout: str, wanted: _Run, run: Callable[[
         logprobs, outputs = run()
     except VeOmniError as error:  # as of packed sequences that a model would mix
         return Compared(layout, why_not=str(error))
+    rows = len(logprobs)  # one sequence, or all
+    wanted = _cut(wanted, lambda x: x[:rows])
     difference = (logprobs.double() - wanted[0].double()).abs()
     both = [path for path, output in wanted[1].items() if path in outputs and outputs[path].shape == output.shape]
     first = next((path for path in both if not torch.equal(outputs[path], wanted[1][path])), None)

@@ -95,6 +95,7 @@ class RolloutReplay:
                 f"{type(ids).__name__} and {type(mask).__name__} of another shape"
             )
         if (cache := kwargs.get("past_key_values")) is not None:
+            cache.reorder_cache = _refuse_beams
             self._draw(ids, mask, cache.get_seq_length())
         else:
             self._replay(ids, torch.ones_like(ids) if mask is None else mask)
@@ -168,6 +169,10 @@ def _choices_of(row: list[int], rows: list[tuple[list[int], Tensor]], number: in
         "drawn last with a cache: its experts are not known. Draw with the model itself (not by vLLM or in continuous "
         "batches), or train without replay"
     )
+
+
+def _refuse_beams(beam_idx: Tensor) -> None:
+    raise RouterReplayError("beams change the places of rows, whose experts are then another's: draw by sampling")
 
 
 def _adapters(model: nn.Module) -> Any:

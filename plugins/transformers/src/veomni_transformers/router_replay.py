@@ -59,8 +59,14 @@ class RouterChoices:
     indices: Tensor
     experts: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        _check_tensor("indices", self.indices, "[B, T, L, K]")
+        if not isinstance(self.experts, Sequence):
+            raise RouterReplayError(f"experts are {self.experts!r}; give a number for each layer, as (8, 8)")
+
     def packed(self, mask: Tensor) -> RouterChoices:
         """Those of the tokens that ``mask[B, T]`` keeps, one row after the other, as one sequence ``[1, N]``."""
+        _check_tensor("the mask", mask, "[B, T]")
         if mask.shape != self.indices.shape[:2]:
             raise RouterReplayError(
                 f"the mask is {list(mask.shape)}, and choices are of {list(self.indices.shape[:2])}"
@@ -69,6 +75,7 @@ class RouterChoices:
 
     def padded(self, mask: Tensor) -> RouterChoices:
         """These tokens, in their order, at the positions that ``mask[B, T]`` keeps; others choose by themselves."""
+        _check_tensor("the mask", mask, "[B, T]")
         places = mask.to(self.indices.device).bool()
         if int(places.sum()) != self.indices.shape[:2].numel():
             raise RouterReplayError(
@@ -78,6 +85,11 @@ class RouterChoices:
         indices = self.indices.new_full((*mask.shape, *self.indices.shape[2:]), OWN)
         indices[places] = self.indices.flatten(0, 1)
         return replace(self, indices=indices)
+
+
+def _check_tensor(name: str, given: Any, shape: str) -> None:
+    if not isinstance(given, Tensor):
+        raise RouterReplayError(f"{name}: expected a tensor {shape}, not {type(given).__name__}")
 
 
 class RecordedChoices:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_triton.gpu import gpu_of
-from veomni_triton.sizes import power_of_two
+from veomni_ops.sizes import power_of_two
+from veomni_ops.triton_gpus import gpu_of
 
 
 @dataclass(frozen=True)

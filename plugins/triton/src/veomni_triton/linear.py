@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from veomni_core.kernels import first_derivatives_only, product_operands, without_autocast
-from veomni_triton.gpu import gpu_of
-from veomni_triton.sizes import ceil_div
+from veomni_ops.sizes import ceil_div
+from veomni_ops.triton_gpus import gpu_of
 
 
 @dataclass(frozen=True)

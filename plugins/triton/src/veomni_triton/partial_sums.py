@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veomni_triton.sizes import ceil_div
+from veomni_ops.sizes import ceil_div
 
 COLUMNS = 16  # per program: 64 bytes of float32, two memory sectors, so that H = 4096 already makes 256 programs
 

@@ -13,8 +13,8 @@ from torch import Tensor, library
 from torch.autograd import Function
 
 from veomni_core.kernels import first_derivatives_only
+from veomni_ops.sizes import ceil_div
 from veomni_triton.gated_kernels import backward_kernel, forward_kernel
-from veomni_triton.sizes import ceil_div
 
 
 class Launch(NamedTuple):

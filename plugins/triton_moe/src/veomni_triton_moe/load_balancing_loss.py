@@ -16,10 +16,10 @@ from torch.autograd import Function
 
 from veomni_core.kernels import first_derivatives_only
 from veomni_ops.router_softmax import as_softmax_takes
-from veomni_triton_moe.gpu import multiprocessors, register_limit
+from veomni_ops.sizes import ceil_div, power_of_two
+from veomni_ops.triton_gpus import multiprocessors, register_limit
 from veomni_triton_moe.limits import MAX_EXPERTS
 from veomni_triton_moe.load_balancing_kernels import gradients_kernel, loss_kernel, sums_kernel
-from veomni_triton_moe.sizes import ceil_div, power_of_two
 
 
 def standard(

@@ -9,13 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_WORD = 8
-
 
 def copy(target: Tensor, source: Tensor) -> Tensor:
-    """``target.copy_(source)``, for tensors of one dtype."""
-    numbers = _WORD // target.element_size()
-    if numbers > 1 and all(_has_words(each, numbers) for each in (target, source)):
+    """``target.copy_(source)``."""
+    numbers = 8 // target.element_size()
+    if numbers > 1 and target.dtype == source.dtype and all(_has_words(each, numbers) for each in (target, source)):
         target.view(torch.int64).copy_(source.view(torch.int64))
     else:
         target.copy_(source)

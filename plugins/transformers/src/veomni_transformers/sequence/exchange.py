@@ -17,6 +17,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed import group as groups
 
 from veomni_core.errors import HostError
+from veomni_core.kernels import first_derivatives_only
 from veomni_transformers.sequence.copies import contiguous, copy, merged
 
 Tensors = tuple[Tensor, ...]
@@ -148,8 +149,7 @@ def _swap(x: Tensor, gathered: int, scattered: int, group: ProcessGroup | None) 
     gathered, scattered = gathered % x.dim(), scattered % x.dim()
     if x.shape[scattered] % ranks:
         raise ValueError(f"dimension {scattered} of {tuple(x.shape)} can't be split equally over {ranks} ranks")
-    swapped: Tensor = _Swap.apply(x, gathered, scattered, group)
-    return swapped
+    return _Swap.apply(x, gathered, scattered, group)
 
 
 def _all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
@@ -166,6 +166,7 @@ class _Swap(torch.autograd.Function):
         return _swapped(x, gathered, scattered, group)
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gathered, scattered, group = ctx.how
         return _swapped(gradients[0], scattered, gathered, group), None, None, None
@@ -174,19 +175,6 @@ class _Swap(torch.autograd.Function):
 def _swapped(x: Tensor, gathered: int, scattered: int, group: ProcessGroup) -> Tensor:
     parts = x.unflatten(scattered, (group.size(), -1)).movedim(scattered, 0)
     return merged(_all_to_all(parts, group).movedim(0, gathered), gathered)
-
-
-class AllToAll(torch.autograd.Function):
-    """``AllToAll.apply(parts[n, ...], group)``: part r goes to rank r, and part r of the result came from rank r."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(parts, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(gradients[0], ctx.group), None
 
 
 class ScatterHeads(torch.autograd.Function):
@@ -206,6 +194,7 @@ class ScatterHeads(torch.autograd.Function):
         return tuple(part.transpose(1, 2) for part in _unpacked(whole, ctx.sizes))
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # [B, h, n s, D] -> [n, B, s, h, D]
         by_rank = [g.unflatten(2, (ctx.ranks, -1)).permute(2, 0, 3, 1, 4) for g in gradients]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from veomni_core.kernels import first_derivatives_only
 from veomni_transformers.sequence.copies import copy
 from veomni_transformers.sequence.slicing import gather_outputs, slice_input_tensor
 
@@ -74,8 +75,7 @@ class Order:
     def _permuted(self, x: Tensor, dim: int, places: list[int]) -> Tensor:
         if self.slots == 1:
             return x
-        permuted: Tensor = _Permuted.apply(x, dim % x.dim(), places)
-        return permuted
+        return _Permuted.apply(x, dim % x.dim(), places)
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
         """Every rank's part ``[.., S/n, ..]``, joined as they follow in the sequence. Takes no gradient."""
@@ -91,6 +91,7 @@ class _Permuted(torch.autograd.Function):
         return _permuted(x, dim, places)
 
     @staticmethod
+    @first_derivatives_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         places = ctx.places
         return _permuted(gradients[0], ctx.dim, [places.index(place) for place in range(len(places))]), None, None

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from veomni_core.errors import ConfigError
 from veomni_transformers.packed.boundaries import BOUNDS_OF_ROWS, OF_THE_WHOLE, boundaries_in
-from veomni_transformers.sequence.exchange import AllToAll, ScatterHeads, gather_heads_scatter_seq
+from veomni_transformers.sequence.exchange import ScatterHeads, gather_heads_scatter_seq, gather_seq_scatter_heads
 from veomni_transformers.sequence.inputs import LENGTHS
 from veomni_transformers.sequence.order import Order
 from veomni_transformers.sequence.slicing import sp_pad_and_slice
@@ -135,7 +135,7 @@ def _before(pieces: Sequence[Tensor], width: int, order: Order) -> list[Tensor]:
     if not width:
         return [x[..., :0] for x in pieces]
     ends = torch.cat([x[..., max(x.shape[-1] - width, 0) :] for x in pieces], -1)
-    of_all = AllToAll.apply(ends.expand(order.group.size(), *ends.shape), order.group)
+    of_all = gather_seq_scatter_heads(ends.expand(order.group.size(), *ends.shape), 0, 0, order.group)
     of_all = order.in_order(of_all.movedim(0, -2).flatten(-2), -1)
     stops = [number * (ends.shape[-1] // len(pieces)) for number in order.numbers]
     return [of_all[..., max(stop - width, 0) : stop] for stop in stops]

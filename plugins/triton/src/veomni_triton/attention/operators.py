@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, library
 from torch.nn import functional as F
 
+from veomni_ops.sizes import ceil_div
 from veomni_triton.attention.forward import forward_kernel
 from veomni_triton.attention.gradients import dkeys_kernel, dquery_kernel
 from veomni_triton.attention.rows import ranges_kernel
 from veomni_triton.attention_launches import SMALL, Launch, constants_of, takes_small
-from veomni_triton.sizes import ceil_div
 
 _NAMESPACE = "veomni_triton"
 _LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
@@ -31,7 +31,7 @@ _LIBRARY.define(
     f"attention_gradients(Tensor doutput, Tensor output, Tensor norms, Tensor ranges, {_INPUTS}) -> "
     "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dsinks)"
 )
-# By the widest head; 64 and 128 were the fastest of 33 each on an H200 (benchmarks/attention/triton_attention.py --tune).
+# By the widest head; 64 and 128 are the fastest on an H200 (triton_attention.py --tune in benchmarks/attention).
 # All calls of a width have the same, since other tiles may add in another order.
 FORWARD = {64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 64, 8, 2)}
 DQUERY = {64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(32, 32, 4, 2)}

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_ops.triton_gpus import register_limit
 from veomni_triton.causal_conv1d.arithmetic import bias_of, gradients_of, results_of, taps_of
 from veomni_triton.causal_conv1d.launch import Launch
 from veomni_triton.causal_conv1d.runs import guarded, loaded, numbers_of, place, zeros
-from veomni_triton.gpu import register_limit
 
 
 def forward(

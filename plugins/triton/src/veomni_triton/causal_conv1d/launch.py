@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from veomni_triton.gpu import multiprocessors
-from veomni_triton.sizes import ceil_div
+from veomni_ops.sizes import ceil_div
+from veomni_ops.triton_gpus import multiprocessors
 
 _REGISTERS = 65536  # of a multiprocessor
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_ops.triton_gpus import register_limit
 from veomni_triton.activations import silu
 from veomni_triton.causal_conv1d.arithmetic import (
     bias_of,
@@ -23,7 +24,6 @@ from veomni_triton.causal_conv1d.arithmetic import (
 from veomni_triton.causal_conv1d.launch import Launch
 from veomni_triton.causal_conv1d.layout import positions_of_a_vector
 from veomni_triton.causal_conv1d.vectors import numbers_of, store_vectors, vectors_of
-from veomni_triton.gpu import register_limit
 
 
 def forward(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from veomni_ops.sizes import ceil_div
 from veomni_triton.chunk_gated_delta_rule.call import Call
 from veomni_triton.chunk_gated_delta_rule.forward import Corrections
 from veomni_triton.chunk_gated_delta_rule.gradients import (
@@ -16,7 +17,6 @@ from veomni_triton.chunk_gated_delta_rule.gradients import (
 from veomni_triton.chunk_gated_delta_rule.launch import SHARED_TILE, padded
 from veomni_triton.chunk_gated_delta_rule.outputs import correction_gradients_kernel
 from veomni_triton.chunk_gated_delta_rule.states import state_gradients_kernel
-from veomni_triton.sizes import ceil_div
 
 
 def write_gradients(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veomni_ops.triton_gpus import gpu_of, register_limit
 from veomni_triton.aligned_rows import begins_aligned, compact
 from veomni_triton.chunk_gated_delta_rule.launch import (
     Launch,
@@ -21,7 +22,6 @@ from veomni_triton.chunk_gated_delta_rule.launch import (
     padded,
     precision,
 )
-from veomni_triton.gpu import gpu_of, register_limit
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from veomni_ops.sizes import ceil_div
 from veomni_triton.chunk_gated_delta_rule.call import Call
 from veomni_triton.chunk_gated_delta_rule.corrections import corrections_kernel
 from veomni_triton.chunk_gated_delta_rule.outputs import outputs_kernel
 from veomni_triton.chunk_gated_delta_rule.states import states_kernel
-from veomni_triton.sizes import ceil_div
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from veomni_triton.sizes import power_of_two
+from veomni_ops.sizes import power_of_two
 
 WHOLE = 256  # columns: of values as wide as the kernels take
 SHARED_TILE = 2048  # elements of the gradients of value heads that one program adds up

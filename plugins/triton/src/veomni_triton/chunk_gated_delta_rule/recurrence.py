@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_ops.sizes import ceil_div
 from veomni_triton.chunk_gated_delta_rule.call import Call
 from veomni_triton.chunk_gated_delta_rule.launch import padded
 from veomni_triton.chunk_gated_delta_rule.states import load_state, store_state
 from veomni_triton.chunk_gated_delta_rule.tiles import NORM_EPS, indices
-from veomni_triton.sizes import ceil_div
 
 _COLUMNS = 8  # with the keys of one head, a state that the registers of one warp hold; not tuned
 _POINTERS = ("q", "k", "v", "g", "beta", "chunks", "spans", "initial", "out", "final")

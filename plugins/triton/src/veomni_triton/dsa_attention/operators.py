@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
+from veomni_ops.sizes import ceil_div, power_of_two
+from veomni_ops.triton_gpus import gpu_of
 from veomni_triton.dsa_attention import kernels
-from veomni_triton.gpu import gpu_of
-from veomni_triton.sizes import ceil_div, power_of_two
 
 _NAMESPACE = "veomni_triton"
 _LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")

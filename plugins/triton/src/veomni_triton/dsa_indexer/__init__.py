@@ -11,8 +11,8 @@ from torch import Tensor, library
 
 from veomni_core.kernels import product_operands
 from veomni_ops.dsa_indexer import check_call
+from veomni_ops.sizes import ceil_div, power_of_two
 from veomni_triton.dsa_indexer.kernels import highest_kernel, scores_kernel
-from veomni_triton.sizes import ceil_div, power_of_two
 
 _NAMESPACE = "veomni_triton"
 _LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from veomni_ops.sizes import ceil_div
 from veomni_triton.mamba2_scan.call import Call
 from veomni_triton.mamba2_scan.forward import Chunks, products
 from veomni_triton.mamba2_scan.gradients import (
@@ -17,7 +18,6 @@ from veomni_triton.mamba2_scan.gradients import (
 from veomni_triton.mamba2_scan.states import state_gradients_kernel
 from veomni_triton.mamba2_scan.steps import HEADS, step_gradients_kernel
 from veomni_triton.partial_sums import sum_partials
-from veomni_triton.sizes import ceil_div
 
 
 def write_gradients(

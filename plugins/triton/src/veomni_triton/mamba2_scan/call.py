@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veomni_ops.sizes import ceil_div
+from veomni_ops.triton_gpus import gpu_of, register_limit
 from veomni_triton.aligned_rows import begins_aligned, compact
-from veomni_triton.gpu import gpu_of, register_limit
 from veomni_triton.mamba2_scan.launch import Launch, Launches, launches, operand_dtype, slice_of_heads, tile
-from veomni_triton.sizes import ceil_div
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from veomni_ops.sizes import ceil_div
 from veomni_triton.mamba2_scan.call import Call
 from veomni_triton.mamba2_scan.outputs import outputs_kernel, scores_kernel
 from veomni_triton.mamba2_scan.states import states_kernel
 from veomni_triton.mamba2_scan.steps import HEADS, steps_kernel
-from veomni_triton.sizes import ceil_div
 
 
 @dataclass(frozen=True)

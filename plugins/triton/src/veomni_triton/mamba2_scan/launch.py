@@ -14,7 +14,7 @@ from functools import reduce
 
 import torch
 
-from veomni_triton.sizes import power_of_two
+from veomni_ops.sizes import power_of_two
 
 _SMALLEST = 16  # what a product on matrix units takes
 _NARROWEST = 48  # columns

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from veomni_ops.native_sparse import Places, Sizes, bounds_of
+from veomni_ops.sizes import power_of_two
 from veomni_triton.attention_launches import SMALL, Launch, constants_of, takes_small
-from veomni_triton.sizes import power_of_two
 
 # The fastest of those that an H100 was given with 16384 tokens, 64 heads of 4 key heads, and widths of 192 and 128, by
 # `benchmarks/native_sparse/triton_native_sparse.py --tune`; SUMS was not tuned. A chosen block is a tile of keys.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, library
 
 from veomni_ops.native_sparse import Sizes, blocks_of
+from veomni_ops.sizes import ceil_div, power_of_two
 from veomni_triton.native_sparse import chosen_blocks, key_ranges, launches, mixing
-from veomni_triton.sizes import ceil_div, power_of_two
 
 _NAMESPACE = "veomni_triton"
 _LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")

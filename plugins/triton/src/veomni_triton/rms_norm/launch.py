@@ -6,8 +6,8 @@ row's result would depend on the batch it comes in.
 
 from __future__ import annotations
 
+from veomni_ops.sizes import power_of_two
 from veomni_triton.row_launches import BackwardLaunch, ForwardLaunch
-from veomni_triton.sizes import power_of_two
 
 # 16384 elements of bfloat16: backward's x, dy, weight and weight gradient, each in float32, then fill the 256 KiB of
 # registers of a multiprocessor.

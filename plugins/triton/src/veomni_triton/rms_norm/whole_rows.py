@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_ops.sizes import ceil_div, power_of_two
+from veomni_ops.triton_gpus import multiprocessors
 from veomni_triton.aligned_rows import alignment
-from veomni_triton.gpu import multiprocessors
 from veomni_triton.partial_sums import sum_partials
 from veomni_triton.root_mean_square import gain, normalised, reciprocal_rms
 from veomni_triton.row_launches import BackwardLaunch, ForwardLaunch
-from veomni_triton.sizes import ceil_div, power_of_two
 
 
 def forward(

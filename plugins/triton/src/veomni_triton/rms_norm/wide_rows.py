@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_ops.sizes import ceil_div
+from veomni_ops.triton_gpus import multiprocessors
 from veomni_triton.aligned_rows import alignment
-from veomni_triton.gpu import multiprocessors
 from veomni_triton.partial_sums import sum_partials
 from veomni_triton.root_mean_square import gain, normalised, reciprocal_rms
-from veomni_triton.sizes import ceil_div
 
 PIECE = 4096  # 16 elements for each thread of 8 warps: two vector loads in bfloat16
 WARPS = 8

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+from veomni_ops.sizes import power_of_two
 from veomni_triton.row_launches import BackwardLaunch, ForwardLaunch
-from veomni_triton.sizes import power_of_two
 
 # Backward holds x, the gate, dy, the weight and its gradient in float32: 40960 of a multiprocessor's 65536 registers.
 WHOLE_GROUP = 8192

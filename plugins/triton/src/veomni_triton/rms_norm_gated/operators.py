@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, library
 
+from veomni_ops.triton_gpus import gpu_of
 from veomni_triton.aligned_rows import aligned_rows, aligned_weight
-from veomni_triton.gpu import gpu_of
 from veomni_triton.rms_norm_gated import whole_groups, wide_groups
 from veomni_triton.rms_norm_gated.form import Form
 from veomni_triton.rms_norm_gated.launch import WHOLE_GROUP, backward_launch, forward_launch

@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_ops.sizes import ceil_div
+from veomni_ops.triton_gpus import multiprocessors
 from veomni_triton.aligned_rows import alignment
-from veomni_triton.gpu import multiprocessors
 from veomni_triton.partial_sums import sum_partials
 from veomni_triton.rms_norm_gated.arithmetic import input_gradients, opened, result_of, source_of, weighted_gradient
 from veomni_triton.rms_norm_gated.form import Form
 from veomni_triton.root_mean_square import gain, reciprocal_rms
-from veomni_triton.sizes import ceil_div
 
 PIECE = 4096  # 16 elements for each thread of 8 warps: two vector loads in bfloat16
 WARPS = 8

@@ -8,9 +8,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from veomni_ops.sizes import ceil_div, power_of_two
 from veomni_triton.rotary_pos_emb.form import Form
 from veomni_triton.rotary_pos_emb.kernel import rotate_kernel
-from veomni_triton.sizes import ceil_div, power_of_two
 
 
 @dataclass(frozen=True)

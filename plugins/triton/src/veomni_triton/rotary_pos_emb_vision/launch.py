@@ -9,9 +9,9 @@ from math import gcd, prod
 import torch
 from torch import Tensor
 
+from veomni_ops.sizes import ceil_div, power_of_two
 from veomni_triton.rotary_pos_emb.launch import loadable
 from veomni_triton.rotary_pos_emb_vision.kernel import rotate_patches_kernel
-from veomni_triton.sizes import ceil_div, power_of_two
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from veomni_triton.sizes import power_of_two
+from veomni_ops.sizes import power_of_two
 
 CHUNK = 64  # tokens from one saved state to the next
 UNROLLED = 4  # tokens of a sub-block, at most. States of one column leave room for 64: these compile for six minutes

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
+from veomni_ops.sizes import ceil_div, power_of_two
 from veomni_triton.aligned_rows import begins_aligned, compact
 from veomni_triton.selective_scan.kernels import gradients_kernel, outputs_kernel
 from veomni_triton.selective_scan.launch import CHUNK, GRADIENTS, OUTPUTS, Launch
-from veomni_triton.sizes import ceil_div, power_of_two
 
 _NAMESPACE = "veomni_triton"
 _LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")

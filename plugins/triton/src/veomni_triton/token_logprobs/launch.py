@@ -7,8 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from veomni_ops.sizes import ceil_div
 from veomni_ops.token_logprobs import ENTROPY, LOG_SUM_SQUARES, MEAN_LOGIT, TOP1
-from veomni_triton.sizes import ceil_div
 from veomni_triton.token_logprobs.kernels import gradients_kernel, sums_in_fixed_order_kernel, sums_kernel
 from veomni_triton.token_logprobs.tiles import COLUMNS
 

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_ops.sizes import power_of_two
 from veomni_triton_moe.moe_experts.routing import Routing
-from veomni_triton_moe.sizes import power_of_two
 
 
 @dataclass(frozen=True)

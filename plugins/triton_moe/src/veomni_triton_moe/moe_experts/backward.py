@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from veomni_ops.sizes import ceil_div
 from veomni_triton_moe.moe_experts.activation import activation_backward
 from veomni_triton_moe.moe_experts.layer import ExpertsLayer
 from veomni_triton_moe.moe_experts.narrow_products import factor_gradient
@@ -18,7 +19,6 @@ from veomni_triton_moe.moe_experts.routing import Routing
 from veomni_triton_moe.moe_experts.row_product import row_product
 from veomni_triton_moe.moe_experts.rows import combine_rows, spread_rows
 from veomni_triton_moe.moe_experts.weight_gradients import bias_gradient, weight_gradient
-from veomni_triton_moe.sizes import ceil_div
 
 _ALIGNED_COLUMNS = 8  # 16-bit values in 16 bytes: a slice of columns must begin at such a multiple for TMA
 

@@ -16,7 +16,7 @@ from torch import Tensor, library
 from torch.autograd import Function
 
 from veomni_core.kernels import first_derivatives_only
-from veomni_triton_moe.sizes import ceil_div, power_of_two
+from veomni_ops.sizes import ceil_div, power_of_two
 
 
 def rank_block(rank: int) -> int:

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from veomni_triton_moe.gpu import multiprocessors
+from veomni_ops.sizes import ceil_div
+from veomni_ops.triton_gpus import multiprocessors
 from veomni_triton_moe.moe_experts.activation import Activation, activate
 from veomni_triton_moe.moe_experts.adapters import Outer, add_outer, outer_arguments
 from veomni_triton_moe.moe_experts.descriptors import described, described_rows
@@ -23,7 +24,6 @@ from veomni_triton_moe.moe_experts.tiles import (
     tile_position,
     tile_rows,
 )
-from veomni_triton_moe.sizes import ceil_div
 
 
 def gate_up_product(

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_ops.sizes import ceil_div
 from veomni_triton_moe.moe_experts.factors import padded_rank, rank_block
 from veomni_triton_moe.moe_experts.launch import NarrowLaunch, factor_launch, inner_launch
 from veomni_triton_moe.moe_experts.routing import Routing
 from veomni_triton_moe.moe_experts.tiles import load_within, tile_rows
-from veomni_triton_moe.sizes import ceil_div
 
 
 def inner_product(

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veomni_triton_moe.sizes import ceil_div, power_of_two
+from veomni_ops.sizes import ceil_div, power_of_two
 
 SMALLEST_BLOCK_M = 16  # rows of a tile; tl.dot takes no fewer
 

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veomni_triton_moe.gpu import multiprocessors
+from veomni_ops.sizes import ceil_div
+from veomni_ops.triton_gpus import multiprocessors
 from veomni_triton_moe.moe_experts.adapters import Outer, add_outer, outer_arguments
 from veomni_triton_moe.moe_experts.descriptors import described, described_rows
 from veomni_triton_moe.moe_experts.launch import Launch
@@ -17,7 +18,6 @@ from veomni_triton_moe.moe_experts.tiles import (
     tile_position,
     tile_rows,
 )
-from veomni_triton_moe.sizes import ceil_div
 
 
 def row_product(

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from veomni_ops.sizes import ceil_div, power_of_two
 from veomni_triton_moe.moe_experts.routing import Routing
-from veomni_triton_moe.sizes import ceil_div, power_of_two
 
 _WIDEST = 2048  # columns per program: 16 values for each thread of 4 warps; narrower rows are one block
 

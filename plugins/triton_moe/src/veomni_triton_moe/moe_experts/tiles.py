@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.ragged_tma import to_ragged_indices
 
-from veomni_triton_moe.gpu import Gpu, gpu_of
+from veomni_ops.triton_gpus import Gpu, gpu_of
 
 # Of shared memory: what SM90 and SM100 have, where the tiles of `launch.py` for descriptors were tuned. They take up to
 # 213 KB. SM120 has a copy engine, and 99 KB.

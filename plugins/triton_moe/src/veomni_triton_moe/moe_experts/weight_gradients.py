@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veomni_triton_moe.gpu import multiprocessors
+from veomni_ops.sizes import ceil_div
+from veomni_ops.triton_gpus import multiprocessors
 from veomni_triton_moe.moe_experts.descriptors import described, described_rows
 from veomni_triton_moe.moe_experts.launch import Launch
 from veomni_triton_moe.moe_experts.routing import Routing
@@ -14,7 +15,6 @@ from veomni_triton_moe.moe_experts.tiles import (
     load_group,
     tile_position,
 )
-from veomni_triton_moe.sizes import ceil_div
 
 
 def weight_gradient(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from veomni_triton_moe.sizes import ceil_div, power_of_two
+from veomni_ops.sizes import ceil_div, power_of_two
 
 _WIDEST = 2048  # columns per program: 16 values for each thread of 4 warps; narrower rows are one block
 _ROWS = 64  # rows per program where a row is K values

@@ -1,4 +1,4 @@
-"""What the kernels ask of the GPU that they run on: grids and tiles are sized by it."""
+"""What kernels in Triton ask of the GPU that they run on: grids and tiles are sized by it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from triton import knobs
-from triton.runtime import driver
 
 
 @dataclass(frozen=True)
@@ -36,9 +34,9 @@ def gpu_of(device: torch.device) -> Gpu:
     """The GPU that ``device`` is. For a CPU, the one that Triton's driver stands in for while it compiles ahead."""
     if device.type == "cuda":
         return _detected(device)
-    if knobs.runtime.interpret:
-        return _INTERPRETED
-    return _described_by_driver(driver.active.get_current_device())
+    from triton import knobs
+
+    return _INTERPRETED if knobs.runtime.interpret else _current()
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -53,12 +51,15 @@ def register_limit(device: torch.device, registers: int | None) -> dict[str, int
 
 @cache
 def _detected(device: torch.device) -> Gpu:
-    with torch.cuda.device(device):  # the driver describes the current device
-        return _described_by_driver(torch.cuda.current_device())
+    with torch.cuda.device(device):
+        return _current()
 
 
-def _described_by_driver(index: int) -> Gpu:
-    target, properties = driver.active.get_current_target(), driver.active.utils.get_device_properties(index)
+def _current() -> Gpu:
+    from triton.runtime import driver  # of plugins with kernels in Triton: this package doesn't require it
+
+    target, here = driver.active.get_current_target(), driver.active.get_current_device()
+    properties = driver.active.utils.get_device_properties(here)
     is_nvidia = target.backend == "cuda"
     return Gpu(
         properties.get("multiprocessor_count") or properties["num_vectorcore"],  # the latter is triton-ascend's
