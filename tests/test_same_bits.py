@@ -25,6 +25,11 @@ SAME = {
     "linear_implementation": "fixed_order",
     "token_logprobs_implementation": "fixed_order",
 }
+ON = {
+    "cpu": SAME,
+    "cuda": {**SAME, "linear_implementation": "triton", "token_logprobs_implementation": "triton_fixed_order"},
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 QWEN3_NEXT = {
     **{"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
@@ -43,23 +48,25 @@ def made(family, dtype=torch.float32):
     return build(family, dtype=dtype, num_experts_per_tok=2, num_local_experts=4, **FAMILIES[family])
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_layout_gives_the_same_bits(family, dtype):
-    model = made(family, dtype)
-    with bind(model, SAME, device="cpu"):
+def test_every_layout_gives_the_same_bits(family, dtype, device):
+    model = made(family, dtype).to(device)
+    with bind(model, ON[device], device=device):
         found = {each.layout: each for each in check_parity(model)}
     assert list(found) == LAYOUTS
     assert [each for each in found.values() if not each.same_bits] == []
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_are_those_of_the_ordinary_plan(family):
-    ids = torch.randint(64, (2, 19), generator=torch.Generator().manual_seed(3))
+def test_loss_and_gradients_are_those_of_the_ordinary_plan(family, device):
+    ids = torch.randint(64, (2, 19), generator=torch.Generator().manual_seed(3)).to(device)
     steps = []
-    for config in (SAME, {"preset": "auto"}):
-        model = made(family)
-        with bind(model, config, device="cpu"):
+    for config in (ON[device], {"preset": "auto"}):
+        model = made(family).to(device)
+        with bind(model, config, device=device):
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
         steps.append((loss.detach(), {name: each.grad for name, each in model.named_parameters()}))

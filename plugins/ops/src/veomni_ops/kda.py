@@ -36,22 +36,10 @@ def standard(
     For token ``t``, with ``S'[i] = exp(g[t, i]) * S[i]`` for each key channel ``i``, the new state is
     ``S = S' + key[t] (x) (beta[t] * (value[t] - key[t] @ S'))``, and the output is ``scale * query[t] @ S``.
 
-    Args:
-        query: ``[B, S, H, K]``. Its heads may divide the value's: each then serves that many neighbouring value heads.
-        key: of the query's shape.
-        value: ``[B, S, HV, V]``.
-        g: the logarithm of the decay of each key channel ``[B, S, HV, K]``, at most 0, mostly in float32.
-        beta: how much of the correction is written ``[B, S, HV]``, at least 0.
-        scale: multiplies the query; ``K ** -0.5`` by default.
-        initial_state: ``[N, HV, K, V]``, the state before the first token of each sequence; zeros by default.
-        output_final_state: whether the state after the last token of each sequence is returned.
-        use_qk_l2norm_in_kernel: whether queries and keys are divided by ``sqrt(sum of squares + 1e-6)`` first.
-        cu_seqlens: integers ``[N + 1]`` from 0 to S, where packed sequences begin and end in a batch of one. Sequences
-            may be empty. Without it, N is B.
+    The other arguments, and what is returned, are as for ``chunk_gated_delta_rule``.
 
-    Returns:
-        The output ``[B, S, HV, V]`` in query's dtype, and the final states ``[N, HV, K, V]`` in float32, or ``None``
-        (both in float64 for float64 queries). Gradients of all floating-point inputs, from both.
+    Args:
+        g: the logarithm of the decay of each key channel ``[B, S, HV, K]``, at most 0, mostly in float32.
 
     Raises:
         ValueError: shapes or boundaries don't fit together (:func:`check_call`).

@@ -131,7 +131,7 @@ def dkeys_kernel(
     value,
     mask,
     ranges,
-    seeing,  # [2, Bm, tiles of keys] int32: the queries from and to which see some of a tile's keys
+    seeing,  # [3, Bm, tiles of keys] int32: the queries from and to which see some of a tile's keys; one reads a mask
     doutput,
     norms,
     means,
@@ -167,6 +167,7 @@ def dkeys_kernel(
     seeing_part,
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
+    HALVED: tl.constexpr,
     BOOLEAN: tl.constexpr,
     LOSES: tl.constexpr,
     LARGE: tl.constexpr,
@@ -183,6 +184,11 @@ def dkeys_kernel(
     per_group = heads // groups
     key_N = tl.program_id(0) * N + tl.arange(0, N)
     is_key_N = key_N < keys
+    seeing += batch * seeing_batch + tl.program_id(0)
+    first, last = tl.load(seeing), tl.load(seeing + seeing_part)
+    if HALVED:  # as `tile_rows` has it: the tile is this launch's or the other's
+        is_own = (tl.load(seeing + 2 * seeing_part) > 0) == MASKED
+        last, is_key_N = tl.where(is_own, last, 0), is_key_N & is_own
     if MASKED:
         mask += batch * mask_batch
     key += batch * key_batch + group.to(tl.int64) * key_head
@@ -192,8 +198,6 @@ def dkeys_kernel(
     dkey_ND = tl.zeros([N, D], dtype=tl.float32)
     dkey_NE = tl.zeros([N, E], dtype=tl.float32)
     dvalue_NV = tl.zeros([N, V], dtype=tl.float32)
-    seeing += batch * seeing_batch + tl.program_id(0)
-    first, last = tl.load(seeing), tl.load(seeing + seeing_part)
     for place in range(0, per_group):
         head = group * per_group + place
         query_of_head = query + batch * query_batch + head.to(tl.int64) * query_head

@@ -82,7 +82,7 @@ class _Call:
         launch = SMALL if takes_small(self.query) else launch
         return {
             "CAPPED": self.numbers[1] > 0,
-            "MASKED": self.mask is not None,
+            "HALVED": self.mask is not None,
             "BOOLEAN": self.is_boolean,
             "LOSES": self.mask is None or self.mask.dtype != torch.float16,
             "LARGE": self.mask is not None and sum(map(mul, self.mask.shape[1:], self.mask.stride()[1:])) >= 1 << 31,
@@ -91,12 +91,14 @@ class _Call:
             **constants_of(self.query, self.value.shape[-1], launch),
         }
 
-    def launch(self, kernel: Any, launches: Mapping[int, Launch], *arguments: Any, **options: Any) -> None:
-        """A kernel of tiles of rows: those that read no mask, and then the others."""
+    def launch(
+        self, kernel: Any, launches: Mapping[int, Launch], *arguments: Any, tiles: int | None = None, **options: Any
+    ) -> None:
+        """A kernel of ``tiles``, or of rows': of those that read no mask, and then of the others."""
         constants = self.constants(launches)
-        grid = ceil_div(self.queries * self.heads // self.groups, constants["M"]), self.groups, self.batch
-        for masked in (False,) if self.mask is None else (False, True):
-            kernel[grid](*arguments, **constants | {"MASKED": masked}, HALVED=self.mask is not None, **options)
+        tiles = ceil_div(self.queries * self.heads // self.groups, constants["M"]) if tiles is None else tiles
+        for masked in (False, True)[: 1 + constants["HALVED"]]:
+            kernel[tiles, self.groups, self.batch](*arguments, MASKED=masked, **constants, **options)
 
 
 def _forward(
@@ -190,9 +192,10 @@ def _gradients(
                 queries,
                 *call.sizes(ranges),
             )
-            constants = call.constants(DKEYS)
-            seeing = _seeing(ranges, keys, constants["N"])
-            dkeys_kernel[seeing.shape[2], groups, batch](
+            seeing = _seeing(ranges, keys, call.constants(DKEYS)["N"])
+            call.launch(
+                dkeys_kernel,
+                DKEYS,
                 *call.operands(),
                 ranges,
                 seeing,
@@ -207,7 +210,7 @@ def _gradients(
                 *call.sizes(ranges),
                 seeing.shape[2] if seeing.shape[1] > 1 else 0,
                 seeing[0].numel(),
-                **constants,
+                tiles=seeing.shape[2],
             )
     if sinks is None:
         dsinks = norms.new_empty(0)
@@ -218,16 +221,21 @@ def _gradients(
 
 
 def _seeing(ranges: Tensor, keys: int, tile: int) -> Tensor:
-    """For each tile of keys the queries from and to which some see it, ``[2, Bm, tiles]``, by :data:`_QUERIES`."""
-    begins, stops, _ = ranges
+    """For each tile of keys the queries from and to which some see it, by :data:`_QUERIES`; whether one reads a mask.
+
+    ``[3, Bm, tiles]``.
+    """
+    begins, stops, kinds = ranges
     queries, missing = ranges.shape[-1], -ranges.shape[-1] % _QUERIES
     begin = F.pad(torch.where(begins < stops, begins, keys).amin(1), (0, missing), value=keys)
     begin, stop = (x.unflatten(1, (-1, _QUERIES)) for x in (begin, F.pad(stops.amax(1), (0, missing))))
     first_key = torch.arange(0, keys, tile, device=ranges.device)
     sees = (begin.amin(2)[..., None] < first_key + tile) & (stop.amax(2)[..., None] > first_key)  # [Bm, blocks, tiles]
     block = torch.arange(sees.shape[1], device=ranges.device)[:, None] * _QUERIES
+    reads = F.pad(kinds.amax(1), (0, missing)).unflatten(1, (-1, _QUERIES)).amax(2)[..., None]  # [Bm, blocks, 1]
     first = torch.where(sees, block, queries).amin(1)
-    return torch.stack((first, torch.where(sees, block + _QUERIES, 0).amax(1).clamp_max(queries))).int()
+    last = torch.where(sees, block + _QUERIES, 0).amax(1).clamp_max(queries)
+    return torch.stack((first, last, torch.where(sees, reads, 0).amax(1))).int()
 
 
 def _results(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
