@@ -205,6 +205,8 @@ def test_a_result_file_s_table_is_what_its_figures_give(name, shared, tmp_path, 
         shared("moe_experts.moe").write(name, wanted)
     elif "delta_rule" in name:
         shared("chunk_gated_delta_rule.triton_chunk_gated_delta_rule").write(name, wanted)
+    elif "attention" in name:
+        shared("attention.triton_attention").write(name, wanted)
     elif "selective" in name:
         shared("mamba2_scan.triton_selective_scan").write(name, wanted)
     elif "mamba2" in name:

@@ -160,12 +160,18 @@ def tune(shapes: Iterable[Shape]) -> None:
         print(f"{shape.width} {which}, {shape}: {best}", flush=True)
 
 
-def table(found: dict[str, Any], shape: Shape) -> Iterable[tuple[str, ...]]:
-    for name in (OURS, THEIRS):
-        forward, both = (found[name][what]["median"] for what in ("forward", "both"))
-        rate = 3.5 * shape.forward_flops / both / 1e9
-        speed = found[THEIRS]["both"]["median"] / both
-        yield str(shape), name, f"{forward:.2f}", f"{both:.2f}", f"{rate:.0f}", f"{speed:.2f}"
+def table(figures: Iterable[dict[str, Any]]) -> Iterable[tuple[str, ...]]:
+    for shape, found in zip(SHAPES, figures, strict=True):
+        for name in (OURS, THEIRS):
+            forward, both = (found[name][what]["median"] for what in ("forward", "both"))
+            rate = 3.5 * shape.forward_flops / both / 1e9
+            speed = found[THEIRS]["both"]["median"] / both
+            yield str(shape), name, f"{forward:.2f}", f"{both:.2f}", f"{rate:.0f}", f"{speed:.2f}"
+
+
+def write(name: str, data: dict[str, Any]) -> None:
+    rows = list(table(data["figures"]))
+    write_results(name, "Batch-invariant attention, causal, bf16", data, COLUMNS, rows, script=__file__)
 
 
 def main() -> None:
@@ -176,13 +182,11 @@ def main() -> None:
     if options.tune:
         tune(SHAPES[:2])
         return
-    found = [(shape, figures(shape)) for shape in SHAPES]
-    rows = [row for shape, each in found for row in table(each, shape)]
-    for row in rows:
+    found = [figures(shape) for shape in SHAPES]
+    for row in table(found):
         print(*row, flush=True)
     if options.name:
-        data = {"machine": machine(), "figures": [each for _, each in found]}
-        write_results(options.name, "Batch-invariant attention, causal, bf16", data, COLUMNS, rows, script=__file__)
+        write(options.name, {"machine": machine(), "figures": found})
 
 
 if __name__ == "__main__":
