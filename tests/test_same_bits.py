@@ -48,6 +48,7 @@ def made(family, dtype=torch.float32):
     return build(family, dtype=dtype, num_experts_per_tok=2, num_local_experts=4, **FAMILIES[family])
 
 
+@pytest.mark.thorough(one_per=["family", "device"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
