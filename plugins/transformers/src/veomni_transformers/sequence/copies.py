@@ -1,7 +1,7 @@
 """Copies of strided tensors, in words of 8 bytes where their layouts have whole ones.
 
-torch copies strided tensors number by number: 28 of Ulysses' 478 ms for Qwen3-Next's widths and 65536 tokens on two
-H200 went to copies of 16-bit numbers.
+torch copies strided tensors number by number. With words, and with convolutions that keep their layout, Ulysses takes
+457 ms on two H200 where it took 491 (``benchmarks/attention/shared_sequences.py``, Qwen3-Next's widths).
 """
 
 from __future__ import annotations
