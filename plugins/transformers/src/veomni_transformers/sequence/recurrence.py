@@ -135,7 +135,6 @@ def _before(pieces: Sequence[Tensor], width: int, order: Order) -> list[Tensor]:
     if not width:
         return [x[..., :0] for x in pieces]
     ends = torch.cat([x[..., max(x.shape[-1] - width, 0) :] for x in pieces], -1)
-    # The ends of all ranks, for as many copies of this one's: an exchange along the dimension of ranks.
     of_all = gather_seq_scatter_heads(ends.expand(order.group.size(), *ends.shape), 0, 0, order.group)
     of_all = order.in_order(of_all.movedim(0, -2).flatten(-2), -1)
     stops = [number * (ends.shape[-1] // len(pieces)) for number in order.numbers]
