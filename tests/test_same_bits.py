@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 from veomni_core import bind
 from veomni_core.cli.app import build_app
 from veomni_core.errors import ConfigError
-from veomni_torch import fixed_order
+from veomni_torch import attention_in_fixed_order, fixed_order
 from veomni_transformers.parity import OWN, check_parity
 from veomni_transformers.whole_vectors import _Vectors, in_whole_vectors
 
@@ -166,6 +166,23 @@ def test_a_split_of_one_row_alone_is_named_where_one_sequence_is_decoded(monkeyp
         *others, alone = check_parity(model)
     assert all(each.same_bits for each in others)
     assert alone.first == "model.layers.0.self_attn.q_proj (Linear, linear:fixed_order)"
+
+
+def test_blocks_of_keys_that_depend_on_their_number_are_seen(monkeypatch):
+    """As where one query's keys are shared by programs, past what one of them takes."""
+    own = attention_in_fixed_order.attention
+
+    def attention(module, query, key, *rest, **options):
+        is_long = query.shape[2] == 1 and key.shape[2] > 64
+        monkeypatch.setattr(attention_in_fixed_order, "_KEYS", 32 if is_long else keys)
+        return own(module, query, key, *rest, **options)
+
+    keys = attention_in_fixed_order._KEYS
+    monkeypatch.setattr(attention_in_fixed_order, "attention", attention)
+    model = build("llama", initializer_range=0.2)
+    with bind(model, SAME, device="cpu"):
+        *others, decoded, alone = check_parity(model)
+    assert all(each.same_bits for each in others) and not decoded.same_bits and not alone.same_bits
 
 
 def adds_up_as_suits_the_batch(x, dim):

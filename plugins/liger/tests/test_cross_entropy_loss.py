@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_inputs import DEVICE, labels_of, leaf
 
-from veomni_liger import cross_entropy_loss
+from veomni_liger import chunks, cross_entropy_loss
 
 
 @pytest.mark.parametrize("label", [50, -1])
@@ -30,6 +30,17 @@ def test_no_gradient_is_computed_where_none_is_recorded(monkeypatch):
         quiet = cross_entropy_loss.causal(*arguments)
     assert torch.equal(quiet, cross_entropy_loss.causal(*arguments).detach())
     assert asked == [(False, False), (True, True)]
+
+
+def test_chunks_of_tokens_add_up_to_all_at_once(monkeypatch):
+    torch.manual_seed(0)
+    tensors, labels = (leaf(300, 8), leaf(11, 8), leaf(11)), labels_of(300, 11)
+    found = []
+    for logits in (1 << 30, 1):  # one chunk, and two of 128 tokens and one of 44
+        monkeypatch.setattr(chunks, "LOGITS_BYTES", logits)
+        loss = cross_entropy_loss.causal(tensors[0], tensors[1], labels, tensors[2])
+        found.append((loss, *torch.autograd.grad(loss, tensors)))
+    torch.testing.assert_close(*found)
 
 
 def test_a_classifier_without_rows_has_no_loss():

@@ -22,6 +22,7 @@ from ulysses_ranks import CHECKS
 from distributed import run_ranks
 from veomni_core.errors import HostError
 from veomni_transformers.sequence import apply_ulysses
+from veomni_transformers.sequence.recurrence import _after, _joined
 
 MODULES = (ulysses_pieces, ulysses_models, ulysses_multimodal, ulysses_overlap, ulysses_hybrids, ulysses_groups)
 MODULES += (ulysses_refusals, ulysses_bound, ring_models)
@@ -81,3 +82,16 @@ def test_on_several_processes(outcomes, processes, name):
 def test_without_a_process_group_it_says_what_to_call():
     with pytest.raises(HostError, match=r"call torch\.distributed\.init_process_group\(\) first"):
         apply_ulysses(torch.nn.Linear(1, 1))
+
+
+def test_positions_before_a_part_leave_channels_adjacent_forth_and_back():
+    x, before = torch.randn(2, 9, 5).transpose(1, 2).requires_grad_(), torch.randn(2, 5, 3)
+    y = _joined([before, x])
+    assert y.equal(torch.cat([before, x], -1)) and y.stride(1) == 1
+    strides: list[int] = []
+    y.register_hook(lambda gradient: strides.append(gradient.stride(1)))
+    part = _after(y, 3)
+    assert part.equal(x) and part.stride(1) == 1
+    part.backward(torch.randn(2, 9, 5).transpose(1, 2))
+    assert strides == [1]
+    assert _joined([before, x.contiguous()]).is_contiguous()
