@@ -66,16 +66,12 @@ class Order:
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
         """All positions, of which ``x`` has those of one rank after the other, as they follow in the sequence."""
-        return self._permuted(x, dim, [self._places.index(number) for number in range(self.multiple)])
+        places = [self._places.index(number) for number in range(self.multiple)]
+        return x if self.slots == 1 else _Permuted.apply(x, dim % x.dim(), places)
 
     def by_ranks(self, x: Tensor, dim: int) -> Tensor:
         """The inverse of :meth:`in_order`."""
-        return self._permuted(x, dim, self._places)
-
-    def _permuted(self, x: Tensor, dim: int, places: list[int]) -> Tensor:
-        if self.slots == 1:
-            return x
-        return _Permuted.apply(x, dim % x.dim(), places)
+        return x if self.slots == 1 else _Permuted.apply(x, dim % x.dim(), self._places)
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
         """Every rank's part ``[.., S/n, ..]``, joined as they follow in the sequence. Takes no gradient."""
