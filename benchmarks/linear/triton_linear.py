@@ -23,8 +23,10 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
+from benchmarks.linear import described_tiles
 from benchmarks.shared.measuring import Timing, captured, timing
 from benchmarks.shared.results import machine, write_results
+from veomni_ops.triton_gpus import gpu_of
 from veomni_triton import linear
 
 WIDTHS = ((2048, 2048), (2048, 8192), (8192, 2048), (2048, 128256))  # of a Llama of the 1B shape
@@ -64,23 +66,37 @@ def figures() -> Iterator[dict[str, Any]]:
 
 
 def tune() -> None:
-    """Print the five fastest launches for each number of rows and widths."""
-    grid = ((64, 128), (16, 32, 64, 128, 256), (64, 128), (4, 8), (3, 4))
-    former = linear.launch_for
-    for rows, (width, outputs) in itertools.product(ROWS, WIDTHS):
+    """Print the six fastest launches for each number of rows and widths, of tiles by pointers and by descriptors."""
+    few = [(64, *sizes, 0) for sizes in itertools.product((16, 32, 64), (64, 128, 256), (4,), (3, 4, 6, 8))]
+    many = [(128, *sizes) for sizes in itertools.product((128, 256), (64,), (4, 8), (3, 4), (0, 1, 2))]
+    for rows, (width, outputs) in itertools.product((16, 256, 8192), WIDTHS[:3]):
         x, weight = drawn(rows, width, outputs)
-        found = []
-        for sizes in itertools.product(*grid):
-            if sizes[0] > max(64, rows):
-                continue
-            launch = linear.Launch(*sizes)
-            linear.launch_for = lambda *_, launch=launch: launch
-            try:
-                found.append((timed(linear.standard, x, weight).median, sizes))
-            except Exception as error:  # mostly too much shared memory
-                print(f"{sizes}: {type(error).__name__}", flush=True)
-        linear.launch_for = former
-        print(rows, width, outputs, *(f"{ms:.4f} {sizes}" for ms, sizes in sorted(found)[:5]), sep="\n  ", flush=True)
+        wanted, found = linear.standard(x, weight), []
+        for *sizes, parts in few if rows < 256 else many:
+            for programs in (None, gpu_of(x.device).multiprocessors) if parts else (None,):
+                kernel = with_launch(linear.Launch(*sizes), parts, programs)
+                try:
+                    if not torch.equal(kernel(x, weight), wanted):
+                        print(f"{sizes} {parts} {programs}: other bits", flush=True)
+                    found.append((timed(kernel, x, weight).median, sizes, parts, programs))
+                except Exception as error:  # mostly too much shared memory
+                    print(f"{sizes} {parts}: {type(error).__name__}", flush=True)
+        print(rows, width, outputs, *sorted(found, key=lambda each: each[0])[:6], sep="\n  ", flush=True)
+
+
+def with_launch(launch: linear.Launch, parts: int, programs: int | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """The product with these tiles, by descriptors if there are ``parts``."""
+    if parts:
+        return lambda x, weight: described_tiles.product(x, weight, launch, parts, programs)
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        former, linear.launch_for = linear.launch_for, lambda *_: launch
+        try:
+            return linear.standard(x, weight)
+        finally:
+            linear.launch_for = former
+
+    return product
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ from veomni_conformance.given_kernels import definitions
 from veomni_core import Hardware, OpsConfig, Site, plan_sites
 from veomni_core.discovery.registry import PluginRecord, build_registry
 from veomni_core.errors import KernelUnavailableError
-from veomni_liger.chunks import LOGITS_BYTES, chunks
 from veomni_liger.plugin import veomni_kernels
+from veomni_ops.head_chunks import LOGITS_BYTES, chunks
 
 RECORD = PluginRecord("liger", "veomni-liger", "0", "veomni_liger.plugin", kernels=tuple(veomni_kernels()))
 REGISTRY = build_registry([*definitions(), RECORD], {})

@@ -94,7 +94,8 @@ def test_a_row_whose_added_mask_hides_all_keys_is_the_reference_s(dtype):
 
 @pytest.mark.parametrize("bounds", [None, (0, 5, 77, 90)], ids=["causal", "packed"])
 def test_queries_that_see_a_tile_of_keys_are_all_counted(monkeypatch, bounds):
-    monkeypatch.setattr(operators, "_QUERIES", 8)
+    monkeypatch.setattr(operators, "SMALL", dataclasses.replace(operators.SMALL, queries=16, keys=16))
+    monkeypatch.setattr(operators, "_ROWS", 32)
     call, packed = heads(1, 90), {}
     if bounds is not None:
         ends = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)

@@ -8,15 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from veomni_conformance import check_kernel
+from veomni_ops import head_chunks
 from veomni_ops.contract import Size
 from veomni_ops.token_logprobs import OUTPUTS
 from veomni_ops.token_logprobs import causal as reference
+from veomni_triton import cross_entropy_loss
 from veomni_triton import token_logprobs as kernels
 from veomni_triton.plugin import veomni_kernels
 from veomni_triton.token_logprobs import launch, tiles
 from veomni_triton.token_logprobs.tiles import ALIGNMENT, FEWEST_WORDS, TILE_BYTES, Tiles
 
-SPECS = [spec for spec in veomni_kernels() if spec.op_name in ("token_logprobs", "cross_entropy_loss")]
+SPECS = [spec for spec in veomni_kernels() if spec.op_name == "token_logprobs"]
+LOSS = next(spec for spec in veomni_kernels() if spec.op_name == "cross_entropy_loss")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter runs one element after the other.
 SAMPLES = {} if DEVICE == "cuda" else {"largest": Size.SMALL, "every_form": False}
@@ -24,11 +27,31 @@ BOTH = ("logprobs", "entropy")
 
 
 @pytest.mark.thorough(one_per=[])
-@pytest.mark.parametrize("kept_mib", [0, 512])
+@pytest.mark.parametrize("options", [{"kept_mib": 0}, {"kept_mib": 512}], ids=["0", "512"])
 @pytest.mark.parametrize("dtype", SPECS[0].dtypes)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_conformance(spec, dtype, kept_mib):
-    check_kernel(spec.configured("the test", {"kept_mib": kept_mib}), DEVICE, dtype, **SAMPLES).raise_if_failed()
+def test_conformance(spec, dtype, options):
+    check_kernel(spec.configured("the test", options), DEVICE, dtype, **SAMPLES).raise_if_failed()
+
+
+@pytest.mark.thorough(one_per=[])
+@pytest.mark.parametrize("bytes_of_logits", [0, 300 << 20], ids=["chunks", "whole"])
+@pytest.mark.parametrize("dtype", LOSS.dtypes)
+def test_conformance_of_the_loss(monkeypatch, dtype, bytes_of_logits):
+    monkeypatch.setattr(head_chunks, "LOGITS_BYTES", bytes_of_logits)
+    monkeypatch.setattr(head_chunks, "_TILE", 8)
+    check_kernel(LOSS, DEVICE, dtype, **SAMPLES).raise_if_failed()
+
+
+@pytest.mark.parametrize("rows", [8, 128])
+def test_the_loss_is_the_mean_of_log_probabilities_bit_for_bit(monkeypatch, rows):
+    monkeypatch.setattr(head_chunks, "LOGITS_BYTES", 0)
+    monkeypatch.setattr(head_chunks, "_TILE", rows)
+    states, weight, labels, bias = _problem(30, 500, bias=True, hidden=24)
+    labels[3:9] = -100
+    loss = cross_entropy_loss.causal(states, weight, labels, bias, num_items_in_batch=1)
+    (logprobs,) = kernels.causal_in_fixed_order(kept_mib=0)(states, weight, labels, bias)
+    assert torch.equal(loss, -logprobs.sum())
 
 
 @given(

@@ -20,8 +20,8 @@ from torch import Tensor, library
 from torch.autograd import Function
 
 from veomni_core.kernels import IGNORED, first_derivatives_only, product_operands
-from veomni_liger.chunks import chunks
 from veomni_liger.loading import part
+from veomni_ops.head_chunks import chunks
 
 _losses_and_dlogits = part("cross_entropy", "liger_cross_entropy_kernel")
 _cross_entropy = part("cross_entropy", "cross_entropy_forward")

@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from veomni_core.kernels import IGNORED, first_derivatives_only, product_operands
+from veomni_ops.head_chunks import kept_for_backward, scaled
 from veomni_torch.fixed_order import linear
 from veomni_torch.logit_chunks import add_product, chunks, scaled_and_capped
 
@@ -102,36 +103,16 @@ class _SumOfLosses(Function):
             if dweight is not None:
                 add_product(dweight, dlogits.t(), states * counts.unsqueeze(1))
             del dlogits  # otherwise it would exist until the next chunk's logits are computed
-        ctx.save_for_backward(dhidden, _kept_for_backward(dweight, weight), _kept_for_backward(dbias, bias))
-        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        summed = (None if each is None else kept_for_backward(each, hidden.dtype) for each in (dweight, dbias))
+        ctx.save_for_backward(dhidden, *summed)
+        ctx.dtype = hidden.dtype
         return total
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [
-            None if saved is None else _scaled(saved, dtotal, dtype)
-            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
+        gradients = [None if saved is None else scaled(saved, dtotal, ctx.dtype) for saved in ctx.saved_tensors]
         return *gradients, None, None, None, None, None, None
-
-
-def _kept_for_backward(gradient: Tensor | None, of: Tensor | None) -> Tensor | None:
-    """``gradient``, a float32 sum over all tokens, in the dtype of the tensor ``of``; but in float32 for float16.
-
-    The sum over 131072 tokens may exceed 65504, where float16 overflows, even if the mean is small.
-    """
-    if gradient is None or of is None or of.dtype == torch.float16:
-        return gradient
-    return gradient.to(of.dtype)
-
-
-def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor``, computed in float32 and rounded once to ``dtype``.
-
-    The factor is reshaped to ``[1]``: on a GPU, a zero-dimensional factor would first be rounded to gradient's dtype.
-    """
-    return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _losses(logits: Tensor, targets: Tensor, dtype: torch.dtype, differentiate: bool) -> tuple[Tensor, Tensor | None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PARTS = tl.constexpr(8)  # of a row's sum
+SUMS = tl.constexpr(16)  # columns: a matrix unit has no fewer
 
 
 @triton.jit
@@ -77,37 +77,34 @@ def upstream(gates, norms, means, row_M, is_row_M):
 
 
 @triton.jit
-def add_halves(x_MN, LEFT: tl.constexpr):
-    """``[M, LEFT]``: of each row the sums of every ``LEFT``-th number.
+def attend(
+    score_MN, scale, shift_MN, value_NV, highest_M, sum_MS, output_MV, SHIFTED: tl.constexpr, PRECISION: tl.constexpr
+):
+    """The running highest score, the sum in each of :data:`SUMS` columns, and the output, with a tile of keys more.
 
-    Halves are added to each other. ``tl.sum`` adds in an order that depends on which thread holds what, which is
-    another where a mask is read.
+    Scores to base 2 are ``score * scale + shift``, of keys that aren't seen ``-inf``. If not ``SHIFTED``, ``shift`` is
+    not read, and ``scale`` is above 0.
     """
-    for _ in tl.static_range(8):  # as often as the widest tile has halves
-        if x_MN.shape[1] > LEFT:
-            left, right = tl.split(tl.permute(tl.reshape(x_MN, [x_MN.shape[0], 2, x_MN.shape[1] // 2]), (0, 2, 1)))
-            x_MN = left + right
-    return x_MN
-
-
-@triton.jit
-def attend(logit_MN, value_NV, seen_MN, highest_M, sum_MP, output_MV, PRECISION: tl.constexpr):
-    """The running highest logit, the sum in :data:`PARTS`, and the output, with a tile of keys more."""
-    logit_MN = tl.where(seen_MN, logit_MN, float("-inf"))
-    further_M = tl.maximum(highest_M, tl.max(logit_MN, 1))
+    # Rounding keeps an order: the highest score times the scale is the highest one rounded.
+    top_M = tl.max(tl.fma(score_MN, scale, shift_MN), 1) if SHIFTED else tl.max(score_MN, 1) * scale
+    further_M = tl.maximum(highest_M, top_M)
     finite_M = tl.where(further_M == float("-inf"), 0.0, further_M)
-    weight_MN = tl.exp2(logit_MN - finite_M[:, None])
+    lower_MN = shift_MN - finite_M[:, None] if SHIFTED else -finite_M[:, None]
+    weight_MN = tl.exp2(tl.fma(score_MN, scale, lower_MN))
     shrink_M = tl.exp2(highest_M - finite_M)
-    sum_MP = sum_MP * shrink_M[:, None] + add_halves(weight_MN, sum_MP.shape[1])
-    output_MV = output_MV * shrink_M[:, None]
-    output_MV = tl.dot(weight_MN.to(value_NV.dtype), value_NV, output_MV, input_precision=PRECISION)
-    return further_M, sum_MP, output_MV
+    weight_MN = weight_MN.to(value_NV.dtype)
+    # Matrix units add up weights in one order. `tl.sum` takes the order of the threads that hold them, which is another
+    # where a mask is read, and costs an instruction for each.
+    one_NS = tl.full([value_NV.shape[0], SUMS], 1.0, tl.float32).to(value_NV.dtype)
+    sum_MS = tl.dot(weight_MN, one_NS, sum_MS * shrink_M[:, None], input_precision=PRECISION)
+    output_MV = tl.dot(weight_MN, value_NV, output_MV * shrink_M[:, None], input_precision=PRECISION)
+    return further_M, sum_MS, output_MV
 
 
 @triton.jit
-def finish(output, norms, highest_M, sum_MP, output_MV, row_M, is_row_M, width, V: tl.constexpr):
+def finish(output, norms, highest_M, sum_MS, output_MV, row_M, is_row_M, width, V: tl.constexpr):
     """Write the output and the norms, of queries without a key zeros and ``inf``."""
-    sum_M = tl.reshape(add_halves(sum_MP, 1), [sum_MP.shape[0]])
+    sum_M = tl.max(sum_MS, 1)  # all columns are alike
     is_empty_M = sum_M == 0.0
     sum_M = tl.where(is_empty_M, 1.0, sum_M)
     store(output, output_MV / sum_M[:, None], row_M, is_row_M, width, V)

@@ -213,9 +213,8 @@ def veomni_kernels() -> list[KernelSpec]:
             factory="veomni_triton.cross_entropy_loss:causal",
             hardware=_MATRIX_UNITS,
             suspicions=_NEVER_RUN,
-            description="batch-invariant: the mean of token_logprobs' triton_fixed_order",
+            description="batch-invariant: linear's products, for one chunk of tokens at a time",
             preference=0,  # on request: slower
-            options=(_KEPT_MIB,),
             batch_invariant=True,
         ),
     ]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from veomni_triton.attention.rows import LOG2_E, NONE, mask_keys, mask_rows, scores, tile_rows
-from veomni_triton.attention_tiles import PARTS, attend, finish, load, load_wide, products
+from veomni_triton.attention_tiles import SUMS, attend, finish, load, load_wide, products
 
 
 @triton.jit(do_not_specialize=["queries"])
@@ -31,8 +31,8 @@ def forward_kernel(
     queries,  # S
     heads,  # H
     groups,  # K
-    width,
-    value_width,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
     query_batch,
     query_head,
     query_row,
@@ -55,6 +55,7 @@ def forward_kernel(
     BOOLEAN: tl.constexpr,
     LOSES: tl.constexpr,
     LARGE: tl.constexpr,
+    RISING: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
@@ -85,35 +86,49 @@ def forward_kernel(
         mask += batch * mask_batch
     key += batch * key_batch + group.to(tl.int64) * key_head
     value += batch * value_batch + group.to(tl.int64) * value_head
+    SHIFTED: tl.constexpr = MASKED or not RISING
     highest_M = tl.full([M], float("-inf"), dtype=tl.float32)
-    sum_MP = tl.zeros([M, PARTS], dtype=tl.float32)
+    sum_MS = tl.zeros([M, SUMS], dtype=tl.float32)
     if sinks is not None:  # as if it had been seen before the first key
         highest_M = tl.load(sinks + head_M, mask=is_row_M, other=0.0).to(tl.float32) * LOG2_E
-        sum_MP += tl.where(tl.arange(0, PARTS)[None, :] == 0, 1.0, 0.0)
+        sum_MS += 1.0
     output_MV = tl.zeros([M, V], dtype=tl.float32)
     begin = tl.min(begin_M, 0)
     while begin < NONE:
         own_M = begin_M == begin
         last = tl.max(tl.where(own_M, stop_M, 0), 0)
-        for start in range(begin, last, N):
-            key_N = start + tl.arange(0, N)
-            key_ND, key_NE = load_wide(key, key_N, key_N < last, width, D, E, SPLIT, key_row)
-            value_NV = load(value, key_N, key_N < last, value_width, V, 0, value_row)
-            score_MN, seen_MN, _ = scores(
-                products(query_MD, query_ME, key_ND, key_NE, SPLIT, PRECISION),
-                own_M[:, None] & (key_N[None, :] < stop_M[:, None]),
-                kind_M[:, None],
-                mask_M[:, None] + mask_keys(key_N, mask_key, LARGE)[None, :],
-                mask,
-                half,
-                scaling,
-                softcap,
-                CAPPED,
-                MASKED,
-                BOOLEAN,
-                LOSES,
-            )
-            highest_M, sum_MP, output_MV = attend(score_MN, value_NV, seen_MN, highest_M, sum_MP, output_MV, PRECISION)
+        # Up to here all rows of the tile see all keys, which so need no comparison.
+        all_see = tl.min(tl.where(own_M, stop_M, tl.where(is_row_M, 0, NONE)), 0)
+        whole = begin if SHIFTED else begin + tl.maximum(all_see - begin, 0) // N * N
+        for checked in tl.static_range(1 if SHIFTED else 0, 2):
+            for start in range(whole if checked else begin, last if checked else whole, N):
+                key_N = start + tl.arange(0, N)
+                is_key_N = key_N < last if checked else key_N < NONE
+                key_ND, key_NE = load_wide(key, key_N, is_key_N, width, D, E, SPLIT, key_row)
+                value_NV = load(value, key_N, is_key_N, value_width, V, 0, value_row)
+                seen_MN = own_M[:, None] & (key_N[None, :] < stop_M[:, None])
+                score_MN, scale, shift_MN, seen_MN, _ = scores(
+                    products(query_MD, query_ME, key_ND, key_NE, SPLIT, PRECISION),
+                    seen_MN,
+                    kind_M[:, None],
+                    mask_M[:, None] + mask_keys(key_N, mask_key, LARGE)[None, :],
+                    mask,
+                    half,
+                    scaling,
+                    softcap,
+                    CAPPED,
+                    MASKED,
+                    BOOLEAN,
+                    LOSES,
+                )
+                if SHIFTED:
+                    score_MN = tl.where(seen_MN, score_MN, 0.0)
+                    shift_MN = tl.where(seen_MN, shift_MN, float("-inf"))
+                elif checked:
+                    score_MN = tl.where(seen_MN, score_MN, float("-inf"))
+                highest_M, sum_MS, output_MV = attend(
+                    score_MN, scale, shift_MN, value_NV, highest_M, sum_MS, output_MV, SHIFTED, PRECISION
+                )
         begin = tl.min(tl.where(begin_M > begin, begin_M, NONE), 0)
     row_M = (batch * queries + query_M) * heads + head_M
-    finish(output, norms, highest_M, sum_MP, output_MV, row_M, is_row_M, value_width, V)
+    finish(output, norms, highest_M, sum_MS, output_MV, row_M, is_row_M, value_width, V)

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, library
-from torch.nn import functional as F
 
 from veomni_ops.sizes import ceil_div
 from veomni_triton.attention.forward import forward_kernel
 from veomni_triton.attention.gradients import dkeys_kernel, dquery_kernel
-from veomni_triton.attention.rows import ranges_kernel
+from veomni_triton.attention.rows import ranges_kernel, seeing_kernel
 from veomni_triton.attention_launches import SMALL, Launch, constants_of, takes_small
 
 _NAMESPACE = "veomni_triton"
@@ -37,7 +36,7 @@ FORWARD = {64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64,
 DQUERY = {64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(32, 32, 4, 2)}
 DKEYS = {64: Launch(64, 64, 4, 2), 128: Launch(64, 64, 4, 2), 256: Launch(32, 32, 4, 2)}
 _KEYS = 1024  # of a mask's row at a time
-_QUERIES = 64  # that are counted as one where those that see a key are looked for
+_ROWS = 1024  # whose ranges are compared with a tile of keys at a time
 
 
 class _Call:
@@ -59,7 +58,9 @@ class _Call:
         self.mask, self.sinks = mask, sinks
         # Scores are to base 2. A bounded one is softcap * tanh(product * scale / softcap).
         e = 1 / math.log(2)
+        softcap = abs(softcap)  # tanh is odd
         self.numbers = (scale / softcap, softcap * e) if softcap else (scale * e, 0.0)
+        self.is_rising = softcap > 0 or scale > 0
         self.is_boolean = mask is not None and mask.dtype == torch.bool
         self.half = 0.0 if mask is None or self.is_boolean else torch.finfo(mask.dtype).min / 2
 
@@ -137,6 +138,7 @@ def _forward(
                 *call.numbers,
                 call.queries,
                 *call.sizes(ranges),
+                RISING=call.is_rising,
                 enable_fp_fusion=False,  # what is compiled with a mask and without one must round alike
             )
     return output, norms, ranges
@@ -160,6 +162,18 @@ def _ranges(
     if causal:
         stop = torch.minimum(stop, place + 1)
     return torch.stack((begin, torch.where(begin < stop, stop, 0)))
+
+
+def _seeing(ranges: Tensor, call: _Call) -> Tensor:
+    """What :func:`seeing_kernel` finds for each tile of keys ``[5, Bm, tiles]``."""
+    _, batches, heads, queries = ranges.shape
+    constants = call.constants(DKEYS)
+    tile, block = constants["N"], constants["M"]
+    seeing = ranges.new_empty(5, batches, ceil_div(call.keys, tile))
+    seeing_kernel[seeing.shape[2], batches](
+        ranges, seeing, heads, queries, ranges[0].numel(), N=tile, Q=block, R=_ROWS // block
+    )
+    return seeing
 
 
 def _gradients(
@@ -192,7 +206,7 @@ def _gradients(
                 queries,
                 *call.sizes(ranges),
             )
-            seeing = _seeing(ranges, keys, call.constants(DKEYS)["N"])
+            seeing = _seeing(ranges, call)
             call.launch(
                 dkeys_kernel,
                 DKEYS,
@@ -218,24 +232,6 @@ def _gradients(
         weights = torch.exp2(sinks.float() / math.log(2) - norms)
         dsinks = -(weights * means).sum((0, 1)).to(sinks.dtype)
     return dquery.transpose(1, 2), dkey.transpose(1, 2), dvalue.transpose(1, 2), dsinks
-
-
-def _seeing(ranges: Tensor, keys: int, tile: int) -> Tensor:
-    """For each tile of keys the queries from and to which some see it, by :data:`_QUERIES`; whether one reads a mask.
-
-    ``[3, Bm, tiles]``.
-    """
-    begins, stops, kinds = ranges
-    queries, missing = ranges.shape[-1], -ranges.shape[-1] % _QUERIES
-    begin = F.pad(torch.where(begins < stops, begins, keys).amin(1), (0, missing), value=keys)
-    begin, stop = (x.unflatten(1, (-1, _QUERIES)) for x in (begin, F.pad(stops.amax(1), (0, missing))))
-    first_key = torch.arange(0, keys, tile, device=ranges.device)
-    sees = (begin.amin(2)[..., None] < first_key + tile) & (stop.amax(2)[..., None] > first_key)  # [Bm, blocks, tiles]
-    block = torch.arange(sees.shape[1], device=ranges.device)[:, None] * _QUERIES
-    reads = F.pad(kinds.amax(1), (0, missing)).unflatten(1, (-1, _QUERIES)).amax(2)[..., None]  # [Bm, blocks, 1]
-    first = torch.where(sees, block, queries).amin(1)
-    last = torch.where(sees, block + _QUERIES, 0).amax(1).clamp_max(queries)
-    return torch.stack((first, last, torch.where(sees, reads, 0).amax(1))).int()
 
 
 def _results(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:

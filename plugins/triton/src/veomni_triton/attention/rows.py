@@ -73,6 +73,54 @@ def ranges_kernel(
     tl.store(place + 2 * part, tl.where(stop > 0, kind, 0))
 
 
+@triton.jit(do_not_specialize=["queries"])
+def seeing_kernel(
+    ranges,  # [3, Bm, Hm, S]
+    seeing,  # [5, Bm, tiles of keys] int32, written
+    heads,  # Hm
+    queries,  # S
+    range_part,
+    N: tl.constexpr,
+    Q: tl.constexpr,
+    R: tl.constexpr,
+):
+    """The blocks of ``Q`` queries that see some of a tile of ``N`` keys; a program has a tile.
+
+    Written are the first of these queries, the last and one, the first of those in blocks whose queries all see all of
+    the tile and read no mask, how many these are (0 unless they follow each other), and whether one reads a mask.
+    """
+    tile, batch = tl.program_id(0), tl.program_id(1)
+    first, last = tl.full([], NONE, tl.int32), tl.zeros([], tl.int32)
+    whole, end = tl.full([], NONE, tl.int32), tl.zeros([], tl.int32)
+    wide, reads = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for start in range(0, queries, R * Q):
+        block_R = start + tl.arange(0, R) * Q
+        query_RQ = block_R[:, None] + tl.arange(0, Q)[None, :]
+        is_query_RQ = query_RQ < queries
+        some_R, every_R = tl.zeros([R], tl.int32), tl.full([R], 1, tl.int32)
+        for head in range(0, heads):
+            place = ranges + (batch * heads + head).to(tl.int64) * queries
+            begin_RQ, stop_RQ, kind_RQ = row_range(place + query_RQ, is_query_RQ, range_part)
+            is_some_RQ = (begin_RQ < tile * N + N) & (stop_RQ > tile * N) & (begin_RQ < stop_RQ)
+            is_every_RQ = (begin_RQ <= tile * N) & (stop_RQ >= tile * N + N) & (kind_RQ == 0)
+            some_R = tl.maximum(some_R, tl.max(is_some_RQ.to(tl.int32), 1))
+            every_R = tl.minimum(every_R, tl.min(is_every_RQ.to(tl.int32), 1))
+            reads = tl.maximum(reads, tl.max(tl.max(tl.where(is_some_RQ, kind_RQ, 0), 1), 0))
+        first = tl.minimum(first, tl.min(tl.where(some_R > 0, block_R, NONE), 0))
+        last = tl.maximum(last, tl.max(tl.where(some_R > 0, block_R + Q, 0), 0))
+        whole = tl.minimum(whole, tl.min(tl.where(every_R > 0, block_R, NONE), 0))
+        end = tl.maximum(end, tl.max(tl.where(every_R > 0, block_R + Q, 0), 0))
+        wide += tl.sum(every_R, 0) * Q
+    last = tl.minimum(last, queries)
+    place = seeing + batch * tl.num_programs(0) + tile
+    part = tl.num_programs(1) * tl.num_programs(0)
+    tl.store(place, tl.minimum(first, last))
+    tl.store(place + part, last)
+    tl.store(place + 2 * part, tl.minimum(whole, last))
+    tl.store(place + 3 * part, tl.where(whole + wide == end, wide, 0))
+    tl.store(place + 4 * part, reads)
+
+
 @triton.jit
 def tile_rows(
     ranges,
@@ -141,13 +189,14 @@ def scores(
     BOOLEAN: tl.constexpr,
     LOSES: tl.constexpr,
 ):
-    """The scores to base 2, what of ``seen`` the mask leaves, and the derivative of scores by ``product * scaling``."""
-    score_MN = product_MN * scaling
-    slope_MN = tl.full(score_MN.shape, 1.0, tl.float32)
+    """What a tile's scores to base 2 are made of, ``score * scale + shift``, and what of ``seen`` the mask leaves.
+
+    ``slope`` is the derivative of scores by ``product * scaling``.
+    """
+    score_MN, scale, shift_MN, slope_MN = product_MN, scaling, 0.0, 1.0
     if CAPPED:
-        bounded_MN = tanh(score_MN)
-        score_MN = bounded_MN * softcap
-        slope_MN = 1.0 - bounded_MN * bounded_MN
+        score_MN, scale = tanh(product_MN * scaling), softcap
+        slope_MN = 1.0 - score_MN * score_MN
     if MASKED:
         read_MN = seen_MN & ((kind_MN & READ) > 0)
         value_MN = tl.load(mask + place_MN, mask=read_MN, other=1 if BOOLEAN else 0.0)
@@ -159,5 +208,5 @@ def scores(
             seen_MN = seen_MN & (value_MN > tl.where(is_lowest_MN, float("-inf"), half))
             if LOSES:  # beside numbers so low, scores are lost
                 score_MN = tl.where(is_lowest_MN, 0.0, score_MN)
-            score_MN += tl.where(is_lowest_MN, 0.0, value_MN * LOG2_E)
-    return score_MN, seen_MN, slope_MN
+            shift_MN = tl.where(is_lowest_MN, 0.0, value_MN * LOG2_E)
+    return score_MN, scale, shift_MN, seen_MN, slope_MN

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from veomni_triton.attention_tiles import (
-    PARTS,
+    SUMS,
     add_rows,
     attend,
     dlogits,
@@ -99,8 +99,8 @@ def chosen_forward_kernel(
     scaling,
     heads,
     groups,
-    width,
-    value_width,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
     count,
     block_size,
     H: tl.constexpr,
@@ -118,7 +118,7 @@ def chosen_forward_kernel(
     begin = tl.load(begins + token)
     query_HD, query_HE = load_wide(query, row_H, is_head_H, width, D, E, SPLIT)
     highest_H = tl.full([H], float("-inf"), dtype=tl.float32)
-    sum_HP = tl.zeros([H, PARTS], dtype=tl.float32)
+    sum_HS = tl.zeros([H, SUMS], dtype=tl.float32)
     output_HV = tl.zeros([H, V], dtype=tl.float32)
     for place in range(count):
         key_N, is_key_N = _chosen_keys(chosen, begin, token, group, groups, count, place, block_size, N)
@@ -126,10 +126,11 @@ def chosen_forward_kernel(
         key_ND, key_NE = load_wide(key, row_N, is_key_N, width, D, E, SPLIT)
         value_NV = load(value, row_N, is_key_N, value_width, V)
         logit_HN = products(query_HD, query_HE, key_ND, key_NE, SPLIT, PRECISION) * scaling
-        highest_H, sum_HP, output_HV = attend(
-            logit_HN, value_NV, is_key_N[None, :], highest_H, sum_HP, output_HV, PRECISION
+        logit_HN = tl.where(is_key_N[None, :], logit_HN, float("-inf"))
+        highest_H, sum_HS, output_HV = attend(
+            logit_HN, 1.0, 0.0, value_NV, highest_H, sum_HS, output_HV, False, PRECISION
         )
-    finish(output, norms, highest_H, sum_HP, output_HV, row_H, is_head_H, value_width, V)
+    finish(output, norms, highest_H, sum_HS, output_HV, row_H, is_head_H, value_width, V)
 
 
 @triton.jit
@@ -148,8 +149,8 @@ def chosen_dquery_kernel(
     by_two,
     heads,
     groups,
-    width,
-    value_width,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
     count,
     block_size,
     H: tl.constexpr,
@@ -208,8 +209,8 @@ def chosen_dkeys_kernel(
     parts,
     heads,
     groups,
-    width,
-    value_width,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
     block_size,
     part,
     H: tl.constexpr,
@@ -273,8 +274,8 @@ def add_parts_kernel(
     dvalue,
     blocks,
     groups,
-    width,
-    value_width,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
     block_size,
     N: tl.constexpr,
     D: tl.constexpr,

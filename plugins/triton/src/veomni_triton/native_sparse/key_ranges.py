@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from veomni_triton.attention_tiles import (
-    PARTS,
+    SUMS,
     add_rows,
     attend,
     dlogits,
@@ -51,8 +51,8 @@ def range_forward_kernel(
     tokens,
     heads,
     groups,
-    width,
-    value_width,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
@@ -68,7 +68,7 @@ def range_forward_kernel(
     row_M = token_M * heads + head
     query_MD, query_ME = load_wide(query, row_M, is_token_M, width, D, E, SPLIT)
     highest_M = tl.full([M], float("-inf"), dtype=tl.float32)
-    sum_MP = tl.zeros([M, PARTS], dtype=tl.float32)
+    sum_MS = tl.zeros([M, SUMS], dtype=tl.float32)
     output_MV = tl.zeros([M, V], dtype=tl.float32)
     for start in range(first, last, N):
         key_N = start + tl.arange(0, N)
@@ -77,8 +77,11 @@ def range_forward_kernel(
         value_NV = load(value, row_N, key_N < last, value_width, V)
         seen_MN = (key_N[None, :] >= begin_M[:, None]) & (key_N[None, :] < stop_M[:, None])
         logit_MN = products(query_MD, query_ME, key_ND, key_NE, SPLIT, PRECISION) * scaling
-        highest_M, sum_MP, output_MV = attend(logit_MN, value_NV, seen_MN, highest_M, sum_MP, output_MV, PRECISION)
-    finish(output, norms, highest_M, sum_MP, output_MV, row_M, is_token_M, value_width, V)
+        logit_MN = tl.where(seen_MN, logit_MN, float("-inf"))
+        highest_M, sum_MS, output_MV = attend(
+            logit_MN, 1.0, 0.0, value_NV, highest_M, sum_MS, output_MV, False, PRECISION
+        )
+    finish(output, norms, highest_M, sum_MS, output_MV, row_M, is_token_M, value_width, V)
 
 
 @triton.jit
@@ -98,8 +101,8 @@ def range_dquery_kernel(
     tokens,
     heads,
     groups,
-    width,
-    value_width,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
@@ -157,8 +160,8 @@ def range_dkeys_kernel(
     keys,
     heads,
     groups,
-    width,
-    value_width,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
@@ -218,7 +221,7 @@ def sums_kernel(
     keys,
     heads,
     groups,
-    width,
+    width: tl.constexpr,
     scaling,
     M: tl.constexpr,
     N: tl.constexpr,

@@ -9,7 +9,7 @@ from veomni_triton.attention_tiles import load, store
 
 
 @triton.jit
-def mix_kernel(branches, gates, output, rows, width, R: tl.constexpr, V: tl.constexpr):
+def mix_kernel(branches, gates, output, rows, width: tl.constexpr, R: tl.constexpr, V: tl.constexpr):
     """The sum of three branches ``[3, rows, V]``, each times its gate."""
     row_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     is_row_R = row_R < rows
@@ -22,7 +22,7 @@ def mix_kernel(branches, gates, output, rows, width, R: tl.constexpr, V: tl.cons
 
 
 @triton.jit
-def unmix_kernel(doutput, branches, gates, dgates, means, rows, width, R: tl.constexpr, V: tl.constexpr):
+def unmix_kernel(doutput, branches, gates, dgates, means, rows, width: tl.constexpr, R: tl.constexpr, V: tl.constexpr):
     """The gradients of gates, and times the gates the means of the gradients of each branch's weights."""
     row_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     is_row_R = row_R < rows
