@@ -14,7 +14,7 @@ from trained_runs import STEPS, TrainedRun
 
 from veomni_core.errors import CheckpointError, ConfigError
 from veomni_trainer.job.problems import known_paths
-from veomni_trainer.job.resuming import KEYS
+from veomni_trainer.job.resuming import MAY_CHANGE, REFUSED
 from veomni_trainer.job.schema import Job
 
 
@@ -46,9 +46,10 @@ def _weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def test_every_key_of_a_job_says_what_a_change_does() -> None:
     paths = {path for path in known_paths(Job) if path.count(".") == 1}
-    aliases = {"model.config_path", "model.path"}
-    assert {path for path in paths - aliases if path not in KEYS and path.split(".")[0] not in KEYS} == set()
-    assert set(KEYS) <= {*paths, "data", "lora"}
+    aliases, keys = {"model.config_path", "model.path"}, {*MAY_CHANGE, *REFUSED}
+    assert {path for path in paths - aliases if path not in keys and path.split(".")[0] not in keys} == set()
+    assert keys <= {*paths, "data", "lora"}
+    assert not MAY_CHANGE & {*REFUSED}
 
 
 def test_a_lower_rate_is_in_force_from_the_next_step_on(

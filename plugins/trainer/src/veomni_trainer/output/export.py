@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import GenerationConfig
 
 from veomni_core.errors import CheckpointError, ConfigError, VeOmniError
-from veomni_trainer.job.media_keys import PROCESSOR_FILES
+from veomni_trainer.job.source_keys import PROCESSOR_FILES
 from veomni_trainer.output.adapters import adapted_model, copy_adapter, is_adapter, merge_adapter
 from veomni_trainer.output.endings import all_ends, asked, learned_ends
 from veomni_trainer.output.shards import is_sharded, reason

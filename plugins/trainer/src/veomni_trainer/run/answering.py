@@ -22,7 +22,7 @@ from veomni_trainer.data.media.sources import medium_of
 from veomni_trainer.data.messages import Message
 from veomni_trainer.data.reading import BadMedia
 from veomni_trainer.data.tokens import ByteTokenizer, has_tokenizer
-from veomni_trainer.job.media_keys import PROCESSOR_FILES, Placeholders
+from veomni_trainer.job.source_keys import PROCESSOR_FILES, Placeholders
 from veomni_trainer.output.adapters import adapted_model, is_adapter
 from veomni_trainer.output.endings import end_tokens
 from veomni_trainer.output.folder import RunFolder

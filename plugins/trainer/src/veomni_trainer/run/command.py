@@ -120,7 +120,7 @@ def export(
     """Write a checkpoint's weights as a plain folder of safetensors, which from_pretrained loads."""
     from transformers.utils import logging
 
-    from veomni_trainer.job.output_keys import hub_name
+    from veomni_trainer.job.train_section import hub_name
     from veomni_trainer.output.export import export_checkpoint
     from veomni_trainer.output.folder import RunFolder
     from veomni_trainer.output.hub import check_push, push
@@ -186,10 +186,11 @@ def init(
     from veomni_core import discover
     from veomni_core.commands import parse_yaml
     from veomni_trainer.job.load import parse_job
-    from veomni_trainer.job.new_job import NewJob
+    from veomni_trainer.job.new_job import new_job
     from veomni_trainer.run.check import check_loaded
 
-    answers = NewJob(
+    text = new_job(
+        job.name,
         model=_ask(model, "--model", "Model (weights' folder, config, Hub id or model type)", None),
         data=_ask(data, "--data", "Data (a file, folder or glob)", None),
         output_dir=_ask(output_dir, "--output-dir", "Output folder", f"runs/{job.stem}"),
@@ -197,7 +198,6 @@ def init(
         sequence_length=int(_ask(sequence_length, "--sequence-length", "Tokens per sequence", "1024")),
         preset=preset,
     )
-    text = answers.to_yaml(job.name)
     # Nothing is written that `veomni train` would refuse.
     check_loaded(parse_job(parse_yaml(text), str(job), job.parent), discover().detect_hardware())
     job.parent.mkdir(parents=True, exist_ok=True)
