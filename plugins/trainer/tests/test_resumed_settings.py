@@ -14,7 +14,7 @@ from trained_runs import STEPS, TrainedRun
 
 from veomni_core.errors import CheckpointError, ConfigError
 from veomni_trainer.job.problems import known_paths
-from veomni_trainer.job.resuming import MAY_CHANGE, REFUSED
+from veomni_trainer.job.resuming import REFUSED, WITHOUT_EFFECT
 from veomni_trainer.job.schema import Job
 
 
@@ -30,6 +30,19 @@ def run(whole: TrainedRun, tmp_path: Path) -> TrainedRun:
 
 
 SECOND = Path("checkpoint-2")
+_MAY_CHANGE_OF_TRAIN = (
+    "output_dir steps epochs learning_rate schedule schedule_options early_stop warmup weight_decay max_grad_norm dpo "
+    "kto orpo grpo rloo reward parity parity_limit device gradient_checkpointing torch_compile cuda_graphs verify "
+    "shadow frozen log_every validate_every save_every keep_checkpoints on_bad_loss export push_to expert_loads "
+    "profile report_to sp_overlap parallel_plan timeout batch_size gradient_accumulation sp_size cp_size fsdp_size "
+    "tp_size ep_size"
+)
+# Keys, or sections, whose other value is applied: a new key of a job is one of these, or src says why it is refused.
+MAY_CHANGE = {
+    *["data", "lora", "model.config", "model.resize_embeddings", "model.modeling", "model.ops_implementation"],
+    *("model.trust_remote_code", WITHOUT_EFFECT),
+    *(f"train.{key}" for key in _MAY_CHANGE_OF_TRAIN.split()),
+}
 
 
 def _rows(run: TrainedRun) -> list[dict[str, Any]]:

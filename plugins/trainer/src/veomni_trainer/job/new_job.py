@@ -34,34 +34,31 @@ def new_job(name: str, model: str, data: str, output_dir: str, steps: int, seque
     Raises:
         ConfigError: ``model`` is none of what it can be.
     """
-    return "\n".join(
-        [
-            f"# veomni train {name} --dry-run    what it would do, and the memory that it needs",
-            f"# veomni train {name}",
-            "model:",
-            *_model_lines(model),
-            "  ops_implementation:",
-            f"    preset: {preset}    # which kernels: `veomni plan {name}` says which one runs where",
-            "",
-            "data:",
-            _line("files", data),
-            _line("sequence_length", sequence_length),
-            "",
-            "train:",
-            _line("output_dir", output_dir),
-            _line("steps", steps),
-            "",
-        ]
-    )
+    return f"""\
+# veomni train {name} --dry-run    what it would do, and the memory that it needs
+# veomni train {name}
+model:
+{_model_lines(model)}
+  ops_implementation:
+    preset: {preset}    # which kernels: `veomni plan {name}` says which one runs where
+
+data:
+{_line("files", data)}
+{_line("sequence_length", sequence_length)}
+
+train:
+{_line("output_dir", output_dir)}
+{_line("steps", steps)}
+"""
 
 
-def _model_lines(model: str) -> list[str]:
+def _model_lines(model: str) -> str:
     path = at_home(model)
     if path.is_dir() and any(path.glob("*.safetensors")):
-        return [_line("weights", model)]
+        return _line("weights", model)
     if path.exists() or "/" in model:
-        return [_line("config", model)]
-    return ["  config:", f"    model_type: {model}", *(f"    {k}: {v}" for k, v in _sizes(model).items())]
+        return _line("config", model)
+    return "\n".join(["  config:", f"    model_type: {model}", *(f"    {k}: {v}" for k, v in _sizes(model).items())])
 
 
 def _sizes(model_type: str) -> dict[str, int]:

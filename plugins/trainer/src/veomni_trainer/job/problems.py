@@ -138,8 +138,7 @@ def _describe(detail: ErrorDetails, root: type[BaseModel]) -> Iterable[tuple[str
             parts.append(name)
         elif section is not None and name in keys_of(section):
             parts.append(name)
-            annotation = keys_of(section)[name]
-            section = _section_in(annotation) or _section_in_list(annotation)
+            section = _section_in(keys_of(section)[name], in_lists=True)
         elif section is not None and detail["type"] == "extra_forbidden":
             unknown = ".".join([*parts, name])
             hint = suggest(name, keys_of(section), SYNONYMS) or suggest(name, known_paths(root), SYNONYMS)
@@ -170,26 +169,25 @@ def _join(problems: list[str]) -> str:
     return f"must be {' or '.join([first, *others])}, got {wants[0][2]}"
 
 
-def _section_in(annotation: Any) -> type | None:
-    if get_origin(annotation) is list:
-        return None
-    candidates = [annotation, *get_args(annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, (BaseModel, ModelSection))), None)
-
-
-def _section_in_list(annotation: Any) -> type | None:
-    """The class of the sections of which the value is a list."""
-    lists = [option for option in [annotation, *get_args(annotation)] if get_origin(option) is list]
-    return next((section for each in lists if (section := _section_in(*get_args(each)))), None)
+def _section_in(annotation: Any, in_lists: bool = False) -> type | None:
+    """The class of the section that a value may be, or of those in it if it may be a list."""
+    for option in _options(annotation):
+        if get_origin(option) is list:
+            section = _section_in(*get_args(option)) if in_lists else None
+        else:
+            section = option if isinstance(option, type) and issubclass(option, (BaseModel, ModelSection)) else None
+        if section is not None:
+            return section
+    return None
 
 
 def _is_free_mapping(root: type, parts: list[str]) -> bool:
     """Whether the value at the path ``parts`` may be a mapping with arbitrary keys."""
     section = section_at(root, parts[:-1])
     annotation = keys_of(section).get(parts[-1]) if section else None
-    return any(_is_mapping(option) for option in [annotation, *get_args(annotation)])
+    return any(get_origin(option) in (dict, Mapping) for option in _options(annotation))
 
 
-def _is_mapping(annotation: Any) -> bool:
-    origin = getattr(annotation, "__origin__", annotation)
-    return isinstance(origin, type) and issubclass(origin, Mapping)
+def _options(annotation: Any) -> list[Any]:
+    """The members of a union."""
+    return [annotation] if get_origin(annotation) in (list, dict, Mapping) else [annotation, *get_args(annotation)]

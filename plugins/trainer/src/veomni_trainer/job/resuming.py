@@ -1,4 +1,8 @@
-"""What each key of a job means for a run that is resumed, and which changes are refused."""
+"""What each key of a job means for a run that is resumed, and which changes are refused.
+
+Another value of any other key is in force from the next step on. Of the model, the data, the adapter and the sizes it
+is compared with the checkpoint, whose weights, plan, sequences and sequences of a step must still fit.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +28,6 @@ REFUSED: Mapping[str, str] = {  # why a run can't go on with another value of a 
     "train.classify": "the model's scores are those of its labels",
     "train.seed": "another seed draws another order of sequences, so some would be trained on twice and some never",
     "train.fsdp": "weights and optimizer are stored otherwise with and without it",
-}
-_MAY_CHANGE_OF_TRAIN = (
-    "output_dir steps epochs learning_rate schedule schedule_options early_stop warmup weight_decay max_grad_norm dpo "
-    "kto orpo grpo rloo reward parity parity_limit device gradient_checkpointing torch_compile cuda_graphs verify "
-    "shadow frozen log_every validate_every save_every keep_checkpoints on_bad_loss export push_to expert_loads "
-    "profile report_to sp_overlap parallel_plan timeout batch_size gradient_accumulation sp_size cp_size fsdp_size "
-    "tp_size ep_size"
-)
-# Keys, or sections, whose other value is in force from the next step on. Of the model, the data, the adapter and the
-# sizes it is compared with the checkpoint, whose weights, plan, sequences and sequences of a step must still fit.
-MAY_CHANGE = {
-    *["data", "lora", "model.config", "model.resize_embeddings", "model.modeling", "model.ops_implementation"],
-    *("model.trust_remote_code", WITHOUT_EFFECT),
-    *(f"train.{key}" for key in _MAY_CHANGE_OF_TRAIN.split()),
 }
 
 

@@ -121,9 +121,8 @@ def export(
     from transformers.utils import logging
 
     from veomni_trainer.job.train_section import hub_name
-    from veomni_trainer.output.export import export_checkpoint
+    from veomni_trainer.output.export import check_push, export_checkpoint, push
     from veomni_trainer.output.folder import RunFolder
-    from veomni_trainer.output.hub import check_push, push
 
     try:
         check_push(push_to and hub_name(push_to))
@@ -149,15 +148,16 @@ def report(
     if output and len(runs) == 1:
         raise ConfigError("--output names the page of several runs; one run's report is report.html in its folder")
 
-    from veomni_trainer.report.runs import comparison_of, read_runs, run_folder, write_comparison
+    from veomni_trainer.output.folder import RunFolder
+    from veomni_trainer.report.runs import comparison_of, read_runs, write_comparison
     from veomni_trainer.report.write import describe_run, figures_table, write_report
 
+    read = read_runs(runs)
     if len(runs) == 1:
-        folder = run_folder(runs[0])
+        folder = RunFolder(runs[0])
         write_report(folder)
         print(folder.summary.read_text(encoding="utf-8") if json else describe_run(folder))
         return
-    read = read_runs(runs)
     if output or not json:
         page = output or Path("comparison.html")
         write_comparison(read, page)

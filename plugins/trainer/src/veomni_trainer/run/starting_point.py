@@ -16,7 +16,7 @@ from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.early_stop import has_stopped
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.manifest import damage, total_bytes
-from veomni_trainer.output.shards import Layout, check_layout, is_sharded
+from veomni_trainer.output.shards import check_layout, is_sharded, layout_of
 from veomni_trainer.run.console import is_main_process
 from veomni_trainer.setup.adapter import check_resumed
 
@@ -57,7 +57,7 @@ def starting_point(job: Job, folder: RunFolder, resume: bool | Path, overwrite: 
             "train.fsdp_size, tp_size and ep_size, or name the checkpoint as model.weights of a new job"
         )
     refuse_changes(checkpoint, changed_keys(checkpoint, job))
-    check_layout(checkpoint, Layout.of(job.train, int(os.environ.get("WORLD_SIZE", "1"))))
+    check_layout(checkpoint, layout_of(job.train, int(os.environ.get("WORLD_SIZE", "1"))))
     return StartingPoint(step, checkpoint)
 
 
