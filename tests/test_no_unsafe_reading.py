@@ -22,7 +22,7 @@ KNOWN = {
         "plugins/conformance/src/veomni_conformance/rank_process.py",
         "pickle.loads",
     ),  # a task that the parent process wrote
-    ("plugins/trainer/src/veomni_trainer/output/unpickling.py", "pickle.Unpickler"),  # lets nothing in but an index
+    ("plugins/trainer/src/veomni_trainer/output/shards.py", "pickle.Unpickler"),  # lets nothing in but an index
 }
 
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from forked_processes import veomni
 from veomni_core.errors import ConfigError, JobFileError
-from veomni_trainer.bisect.search import causes
-from veomni_trainer.bisect.sites import find_causes
+from veomni_trainer.bisect.sites import causes, find_causes
 
 WriteJob = Callable[[dict[str, Any]], Path]
 SITE = "model.layers.1.post_attention_layernorm"

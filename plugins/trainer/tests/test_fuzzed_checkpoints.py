@@ -23,7 +23,7 @@ from veomni_trainer.loop.checkpoints import PLAN, SEQUENCES, check_plan, check_s
 from veomni_trainer.loop.early_stop import has_stopped
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.manifest import MANIFEST, damage
-from veomni_trainer.output.shards import LAYOUT, Layout, check_layout
+from veomni_trainer.output.shards import LAYOUT, check_layout
 from veomni_transformers.weights import check_weights
 
 ONE_LAYER = {**LLAMA, "num_hidden_layers": 1, "vocab_size": 16}
@@ -179,7 +179,7 @@ def test_what_a_checkpoint_says_of_itself_is_read_or_refused(
         if name == MANIFEST:
             damage(checkpoint)
         elif name == LAYOUT:
-            check_layout(checkpoint, Layout(1, 1, 1, 4))
+            check_layout(checkpoint, {"sequences_per_step": 4})
         elif name == PLAN:
             check_plan(checkpoint, plan, accept_change=True)
         elif name == "trainer_state.json":

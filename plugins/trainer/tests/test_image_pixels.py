@@ -14,8 +14,8 @@ from tiny_processors import media_folder, tiny_llava_processor
 
 from veomni_core.errors import ConfigError
 from veomni_trainer.data.media.processor import MediaProcessor
+from veomni_trainer.job.data_section import PixelBudget
 from veomni_trainer.job.load import load_job
-from veomni_trainer.job.media_keys import PixelBudget
 from veomni_trainer.run.start import read_data
 from veomni_trainer.setup.tokenizer import job_tokenizer
 

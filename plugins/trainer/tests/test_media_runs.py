@@ -26,7 +26,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from veomni_core.errors import ConfigError, JobFileError
 from veomni_trainer.data.media.batches import MediaBatcher
 from veomni_trainer.job.load import load_job
-from veomni_trainer.job.media_keys import PROCESSOR_FILES
+from veomni_trainer.job.source_keys import PROCESSOR_FILES
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.run.run_job import run_job
 from veomni_transformers.build import load_as_trained

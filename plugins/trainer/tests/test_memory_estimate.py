@@ -14,8 +14,7 @@ from tiny_configs import LLAMA, QWEN3_MOE
 from veomni_core import build_foundation_model
 from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.load import parse_job
-from veomni_trainer.job.lora_section import LoraSection
-from veomni_trainer.job.schema import Job
+from veomni_trainer.job.schema import Job, LoraSection
 from veomni_trainer.setup.machine_defaults import for_this_machine
 from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory
 from veomni_trainer.setup.model import model_config, ops_config

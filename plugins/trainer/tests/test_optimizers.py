@@ -16,8 +16,7 @@ from transformers.training_args import OptimizerNames
 from veomni_core import Hardware
 from veomni_core.errors import ConfigError, HostError, VeOmniError
 from veomni_trainer.job.load import dump_job, parse_job
-from veomni_trainer.job.parameter_bytes import parameter_bytes
-from veomni_trainer.job.precision import PRECISIONS, PrecisionName
+from veomni_trainer.job.precision import PRECISIONS, PrecisionName, gradient_and_state_bytes
 from veomni_trainer.loop import optimizers, schedules
 from veomni_trainer.loop.muon import MuonWithAdamW, hidden_matrices
 from veomni_trainer.loop.optimizers import check_optimizer, optimizer_for, optimizer_names
@@ -194,15 +193,15 @@ def test_a_parameter_costs_what_its_optimizer_keeps(
         arguments["matrices"] = {id(weight)}
     state = stepped(kind, arguments, [weight]).state[weight]
     kept = sum(value.nbytes for key, value in state.items() if torch.is_tensor(value) and "map" not in key)
-    cost = parameter_bytes(precision, name)
-    assert kept / weight.numel() == pytest.approx(cost.optimizer, abs=0.15)
-    assert cost.weight == cost.gradient == weight.element_size() and cost.autocast == 0
+    gradient, remembered = gradient_and_state_bytes(precision, name)
+    assert kept / weight.numel() == pytest.approx(remembered, abs=0.15)
+    assert gradient == weight.element_size()
 
 
-def test_a_parameter_under_autocast_costs_its_copy_too() -> None:
-    assert parameter_bytes("bf16_mixed", "adamw_torch_fused").total == 4 + 4 + 8 + 2
-    assert parameter_bytes("bf16", "adamw_torch_fused").total == 2 + 2 + 4
-    assert parameter_bytes("fp16_mixed", "lion_8bit").total == pytest.approx(4 + 4 + 1 + 4 / 256 + 2)
+def test_a_parameter_under_autocast_costs_what_its_float32_weight_costs() -> None:
+    assert gradient_and_state_bytes("bf16_mixed", "adamw_torch_fused") == (4, 8)
+    assert gradient_and_state_bytes("bf16", "adamw_torch_fused") == (2, 4)
+    assert gradient_and_state_bytes("fp16_mixed", "lion_8bit") == (4, pytest.approx(1 + 4 / 256))
 
 
 def test_muon_has_the_hidden_matrices_and_adamw_the_rest(llama: LlamaForCausalLM, job_data: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from veomni_core.errors import ConfigError, HostError
-from veomni_trainer.output.lock import LOCK, locked
+from veomni_trainer.output.folder import LOCK, locked
 from veomni_trainer.report import write
 
 Train = Callable[..., bool]
@@ -52,7 +52,7 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
 
 def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib, veomni_trainer.output.lock as lock\n"
+        "import sys, pathlib, veomni_trainer.output.folder as lock\n"
         "with lock.locked(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

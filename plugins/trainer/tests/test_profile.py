@@ -15,8 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from veomni_trainer.loop.throughput import Throughput, peak_of
-from veomni_trainer.report.method_curves import shown
-from veomni_trainer.report.progress import describe
+from veomni_trainer.report.progress import describe, shown
 
 Train = Callable[..., bool]
 Losses = Callable[[Path], list[tuple[int, float]]]

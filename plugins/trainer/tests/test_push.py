@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from veomni_core.cli.app import build_app
 from veomni_core.errors import ConfigError, HostError, JobFileError
 from veomni_trainer.job.load import parse_job
-from veomni_trainer.output.hub import push
+from veomni_trainer.output.export import push
 
 Train = Callable[..., bool]
 

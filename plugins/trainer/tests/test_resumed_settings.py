@@ -14,7 +14,7 @@ from trained_runs import STEPS, TrainedRun
 
 from veomni_core.errors import CheckpointError, ConfigError
 from veomni_trainer.job.problems import known_paths
-from veomni_trainer.job.resuming import KEYS
+from veomni_trainer.job.resuming import REFUSED, WITHOUT_EFFECT
 from veomni_trainer.job.schema import Job
 
 
@@ -30,6 +30,19 @@ def run(whole: TrainedRun, tmp_path: Path) -> TrainedRun:
 
 
 SECOND = Path("checkpoint-2")
+_MAY_CHANGE_OF_TRAIN = (
+    "output_dir steps epochs learning_rate schedule schedule_options early_stop warmup weight_decay max_grad_norm dpo "
+    "kto orpo grpo rloo reward parity parity_limit device gradient_checkpointing torch_compile cuda_graphs verify "
+    "shadow frozen log_every validate_every save_every keep_checkpoints on_bad_loss export push_to expert_loads "
+    "profile report_to sp_overlap parallel_plan timeout batch_size gradient_accumulation sp_size cp_size fsdp_size "
+    "tp_size ep_size"
+)
+# Keys, or sections, whose other value is applied: a new key of a job is one of these, or src says why it is refused.
+MAY_CHANGE = {
+    *["data", "lora", "model.config", "model.resize_embeddings", "model.modeling", "model.ops_implementation"],
+    *("model.trust_remote_code", WITHOUT_EFFECT),
+    *(f"train.{key}" for key in _MAY_CHANGE_OF_TRAIN.split()),
+}
 
 
 def _rows(run: TrainedRun) -> list[dict[str, Any]]:
@@ -46,9 +59,10 @@ def _weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def test_every_key_of_a_job_says_what_a_change_does() -> None:
     paths = {path for path in known_paths(Job) if path.count(".") == 1}
-    aliases = {"model.config_path", "model.path"}
-    assert {path for path in paths - aliases if path not in KEYS and path.split(".")[0] not in KEYS} == set()
-    assert set(KEYS) <= {*paths, "data", "lora"}
+    aliases, keys = {"model.config_path", "model.path"}, {*MAY_CHANGE, *REFUSED}
+    assert {path for path in paths - aliases if path not in keys and path.split(".")[0] not in keys} == set()
+    assert keys <= {*paths, "data", "lora"}
+    assert not MAY_CHANGE & {*REFUSED}
 
 
 def test_a_lower_rate_is_in_force_from_the_next_step_on(

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from veomni_core.errors import CheckpointError
-from veomni_trainer.output.shards import load_optimizer
-from veomni_trainer.output.unpickling import refuse_code
+from veomni_trainer.output.shards import load_optimizer, refuse_code
 
 
 class Planted:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import math
-import os
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,26 +76,22 @@ class Difference:
         return f"differs at step {self.step}, {self.what} by {self.relative:.1e}"
 
 
-@dataclass(frozen=True)
-class _Measured:
+_Value = tuple[int, str, float, float]  # step, name, value, and how large a value at least is taken for
+
+
+def _values(rows: list[Row], norms: dict[str, float]) -> Iterator[_Value]:
     """What is compared of a run: its rows, and the norm of each parameter's gradient in the first step.
 
     Only there are the weights of two runs equal: after it, AdamW turns rounding into updates of full size.
     """
-
-    rows: list[Row]
-    norms: dict[str, float]
-
-    def values(self) -> Iterator[tuple[int, str, float, float]]:
-        """Step, name, value, and how large a value at least is taken for."""
-        whole = math.hypot(*self.norms.values())
-        for row in self.rows:
-            yield row["step"], "the loss", row["loss"], 0.0
-            if row is self.rows[0]:
-                for name, norm in self.norms.items():
-                    yield row["step"], f"the gradient of {name}", norm, _SMALLEST_PART * whole
-            if "grad_norm" in row:
-                yield row["step"], "the norm of the gradients", row["grad_norm"], 0.0
+    whole = math.hypot(*norms.values())
+    for row in rows:
+        yield row["step"], "the loss", row["loss"], 0.0
+        if row is rows[0]:
+            for name, norm in norms.items():
+                yield row["step"], f"the gradient of {name}", norm, _SMALLEST_PART * whole
+        if "grad_norm" in row:
+            yield row["step"], "the norm of the gradients", row["grad_norm"], 0.0
 
 
 class Runs:
@@ -139,7 +135,7 @@ class Runs:
         """
         found = self._whole if sites is None else self._train(self._with_kernels_at(sites))[0]
         differences = []
-        for (step, what, value, _), (*_, wanted, least) in zip(found.values(), self._eager.values(), strict=True):
+        for (step, what, value, _), (*_, wanted, least) in zip(found, self._eager, strict=True):
             relative = abs(value - wanted) / max(abs(wanted), least, 1e-12)
             if not relative <= self.tolerance * (1.0 if what == "the loss" else _NORM_TO_LOSS):  # NaN too
                 differences.append(Difference(step, what, relative))
@@ -156,10 +152,11 @@ class Runs:
         change = f"model.ops_implementation={json.dumps(fields)}"
         return for_this_machine(load_job(self._path, (*self._changes, change)), self._registry)
 
-    def _train(self, job: Job) -> tuple[_Measured, Plan]:
-        """The job's first steps, and its plan."""
+    def _train(self, job: Job) -> tuple[list[_Value], Plan]:
+        """What is compared of the job's first steps, and its plan."""
         rows: list[Row] = []
-        with tempfile.TemporaryDirectory() as folder, _silent():
+        # Each run would print the job's receipt.
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
             start = prepare(job, RunFolder(Path(folder)), StartingPoint(), False, registry=self._registry)
             norms, stop, plan = _FirstGradients(), _StopAfter(self._steps), start.binding.plan
             JobTrainer(start.model, start.arguments, start.corpus, rows.append, [norms, stop], job.train).train()
@@ -167,7 +164,7 @@ class Runs:
         if torch.accelerator.is_available():
             gc.collect()  # before the next run's model is there too
             torch.accelerator.empty_cache()
-        return _Measured(training_rows(rows), norms.by_name), plan
+        return [*_values(training_rows(rows), norms.by_name)], plan
 
 
 class _FirstGradients(TrainerCallback):
@@ -194,10 +191,3 @@ class _StopAfter(TrainerCallback):
         control.should_save = control.should_evaluate = False
         control.should_training_stop = control.should_training_stop or state.global_step >= self._steps
         return control
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Print nothing: each run would print the job's receipt."""
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
-        yield

@@ -17,8 +17,8 @@ from veomni_trainer.data.chat import check_template
 from veomni_trainer.data.documents import Document, Example, Mask, Span, Tokens
 from veomni_trainer.data.media.processor import MediaProcessor, has_processor
 from veomni_trainer.data.messages import ONLY_TEXT
-from veomni_trainer.job.data_section import BYTES
-from veomni_trainer.job.media_keys import PROCESSOR_FILES, PixelBudget
+from veomni_trainer.job.data_section import BYTES, PixelBudget
+from veomni_trainer.job.source_keys import PROCESSOR_FILES
 from veomni_transformers.jobs.hub_snapshots import is_hub_id, nearest, snapshot
 from veomni_transformers.jobs.job_files import first_line
 from veomni_transformers.plugin_models import tokenizer_in

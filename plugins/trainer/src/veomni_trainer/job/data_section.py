@@ -7,7 +7,6 @@ from typing import Any, Self
 
 from pydantic import Field, field_serializer, model_validator
 
-from veomni_trainer.job.media_keys import PixelBudget
 from veomni_trainer.job.section import Number, Section
 from veomni_trainer.job.source_keys import Files, ReadingKeys, Source
 
@@ -31,6 +30,23 @@ class SequenceKeys(Section):
     """Of a stream: among how many sequences each next one is drawn (1024)."""
     cache: bool | str = True
     """The folder for tokens, by default in the user's cache folder; ``false``: tokenize at each start."""
+
+
+class PixelBudget(Section):
+    """Between how many pixels an image has after the model's processor has resized it."""
+
+    min: int | None = Field(default=None, ge=1)
+    """At least so many; by default as many as the processor's own settings say."""
+    max: int | None = Field(default=None, ge=1)
+    """At most so many."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.min is None and self.max is None:
+            raise ValueError("names neither min nor max; write one of them, or leave image_pixels out")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min} is above max {self.max}")
+        return self
 
 
 class DataSection(ReadingKeys, SequenceKeys):

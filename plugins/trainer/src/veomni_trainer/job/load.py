@@ -10,12 +10,10 @@ import yaml
 from pydantic import ValidationError
 
 from veomni_core.commands import at_home, beside_job, load_yaml
-from veomni_core.errors import UnknownNameError, did_you_mean
 from veomni_trainer.job.data_section import BYTES, STDLIB, DataSection
-from veomni_trainer.job.problems import explain_problems, is_free_mapping, keys_of, known_paths, no_such_key, section_at
+from veomni_trainer.job.problems import check_assignment, explain_problems
 from veomni_trainer.job.schema import Job
-from veomni_trainer.job.synonyms import SYNONYMS
-from veomni_transformers.jobs.assignments import Assignment, assigned, read_assignments
+from veomni_transformers.jobs.assignments import assigned, read_assignments
 from veomni_transformers.jobs.job_files import check_variables
 
 
@@ -99,17 +97,5 @@ def apply_overrides(data: Mapping[str, Any], assignments: Iterable[str]) -> dict
     """
     read = read_assignments(assignments)
     for assignment in read:
-        _check_path(assignment)
+        check_assignment(assignment, Job)
     return assigned(data, read)
-
-
-def _check_path(assignment: Assignment) -> None:
-    path, parts = assignment.path, assignment.parts
-    for depth in range(1, len(parts) + 1):
-        parent = section_at(Job, parts[: depth - 1])
-        if parent is None:
-            if is_free_mapping(Job, parts[: depth - 1]):
-                return
-            raise UnknownNameError(f"--set {path}: {'.'.join(parts[: depth - 1])} holds a value, not a section")
-        if parts[depth - 1] not in keys_of(parent):
-            raise UnknownNameError(f"--set {path}: {no_such_key(path, did_you_mean(path, known_paths(Job), SYNONYMS))}")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import yaml
 
 from veomni_core.commands import at_home
-from veomni_core.errors import ConfigError
+from veomni_core.errors import ConfigError, did_you_mean
 
 # Sizes of a model that learns something in minutes on one machine; a model type takes those keys that its config has.
 SMALL = {
@@ -25,62 +23,47 @@ SMALL = {
 }
 
 
-@dataclass(frozen=True)
-class NewJob:
-    """The answers: what differs from job to job. Everything else gets its default.
+def new_job(name: str, model: str, data: str, output_dir: str, steps: int, sequence_length: int, preset: str) -> str:
+    """A job as YAML with comments. The arguments are what differs from job to job; everything else gets its default.
 
-    Attributes:
+    Args:
+        name: the file's.
         model: a folder with weights, a folder or file with a config, a Hub id, or a model type such as ``qwen3_moe``.
         data: a file, a folder, a glob, or ``python-stdlib``.
+
+    Raises:
+        ConfigError: ``model`` is none of what it can be.
     """
+    return f"""\
+# veomni train {name} --dry-run    what it would do, and the memory that it needs
+# veomni train {name}
+model:
+{_model_lines(model)}
+  ops_implementation:
+    preset: {preset}    # which kernels: `veomni plan {name}` says which one runs where
 
-    model: str
-    data: str
-    output_dir: str
-    steps: int
-    sequence_length: int
-    preset: str = "auto"
+data:
+{_line("files", data)}
+{_line("sequence_length", sequence_length)}
 
-    def to_yaml(self, name: str) -> str:
-        """The job as YAML with comments; ``name`` is the file's.
+train:
+{_line("output_dir", output_dir)}
+{_line("steps", steps)}
+"""
 
-        Raises:
-            ConfigError: ``model`` is none of what it can be.
-        """
-        return "\n".join(
-            [
-                f"# veomni train {name} --dry-run    what it would do, and the memory that it needs",
-                f"# veomni train {name}",
-                "model:",
-                *self._model(),
-                "  ops_implementation:",
-                f"    preset: {self.preset}    # which kernels: `veomni plan {name}` says which one runs where",
-                "",
-                "data:",
-                _line("files", self.data),
-                _line("sequence_length", self.sequence_length),
-                "",
-                "train:",
-                _line("output_dir", self.output_dir),
-                _line("steps", self.steps),
-                "",
-            ]
-        )
 
-    def _model(self) -> list[str]:
-        path = at_home(self.model)
-        if path.is_dir() and any(path.glob("*.safetensors")):
-            return [_line("weights", self.model)]
-        if path.exists() or "/" in self.model:
-            return [_line("config", self.model)]
-        return ["  config:", f"    model_type: {self.model}", *(f"    {k}: {v}" for k, v in _sizes(self.model).items())]
+def _model_lines(model: str) -> str:
+    path = at_home(model)
+    if path.is_dir() and any(path.glob("*.safetensors")):
+        return _line("weights", model)
+    if path.exists() or "/" in model:
+        return _line("config", model)
+    return "\n".join(["  config:", f"    model_type: {model}", *(f"    {k}: {v}" for k, v in _sizes(model).items())])
 
 
 def _sizes(model_type: str) -> dict[str, int]:
     """The sizes of a small model of this type."""
     from transformers import CONFIG_MAPPING
-
-    from veomni_core.errors import did_you_mean
 
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What each ``train.precision`` means, and which ``model.dtype`` agrees with it."""
+"""What each ``train.precision`` means, which ``model.dtype`` agrees with it, and what a trained parameter costs."""
 
 from __future__ import annotations
 
@@ -28,6 +28,41 @@ PRECISIONS: Mapping[PrecisionName, Precision] = {
     "fp16_mixed": Precision("float32", "float16"),
     "float32": Precision("float32"),
 }
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+_OF_A_BLOCK = 4 / 256  # bitsandbytes keeps a float32 scale for each block of 256 values
+# How many values an optimizer keeps for a parameter. They have the weight's dtype, unless _SIZES says otherwise.
+_STATES = {
+    "muon": 1,
+    "adafactor": 0,
+    "sgd": 0,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "lion": 1,
+    "adamw": 2,
+    "stable_adamw": 2,
+    "ademamix": 3,
+    "grokadamw": 3,
+}
+_SIZES = {  # of optimizers whose name ends so, and of bitsandbytes' that have no such end
+    "_4bit": 0.5 + 2 * _OF_A_BLOCK,
+    "_8bit": 1 + _OF_A_BLOCK,
+    "_32bit": 4.0,
+    "_bnb": 4.0,
+    "ademamix": 4.0,
+}
+
+
+def gradient_and_state_bytes(precision: PrecisionName, optimizer: str) -> tuple[float, float]:
+    """The bytes of a trained parameter's gradient, and of what ``optimizer`` remembers of it with default options.
+
+    They are those of a large matrix. Small ones differ a little: Adafactor keeps two vectors for a matrix, which are
+    not counted; 8-bit optimizers keep float32 states for tensors of less than 4096 values and for embeddings; Muon's
+    are those of a hidden matrix, while embeddings, the head, norms and experts have AdamW's.
+    """
+    weight = _BYTES[PRECISIONS[precision].weights]
+    family = max((name for name in _STATES if optimizer.removeprefix("paged_").startswith(name)), key=len)
+    size = next((size for end, size in _SIZES.items() if optimizer.endswith(end)), weight)
+    return weight, _STATES[family] * size
 
 
 def check_dtype(dtype: str | None, precision: PrecisionName | None, freezes_weights: bool) -> None:

@@ -10,9 +10,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from veomni_core.commands import job_file_error, shown
-from veomni_core.errors import JobFileError, did_you_mean, suggest
-from veomni_trainer.job.synonyms import SYNONYMS
+from veomni_core.errors import JobFileError, UnknownNameError, did_you_mean, suggest
+from veomni_transformers.jobs.assignments import Assignment
 from veomni_transformers.jobs.job_model import ALIASES, ModelSection, ModelSectionError
+from veomni_transformers.jobs.job_model import SYNONYMS as OF_MODELS
 
 _QUOTED = re.compile(r"'([^']*)'")
 _ELSEWHERE = {
@@ -32,6 +33,46 @@ _WANTED = {
     "string_type": "text",
 }
 
+# Names that keys have elsewhere, as in transformers' ``TrainingArguments``, and usual abbreviations. Of two keys for
+# one name, the better one comes first.
+_OTHER_NAMES = {
+    "files": "dataset dataset_name train_file train_files",
+    "tokenizer": "tokenizer_name tokenizer_path",
+    "end_of_document": "eos_token",
+    "sequence_length": "block_size context_length cutoff_len max_length max_seq_len max_seq_length seq_len seqlen",
+    "validation_fraction": "eval_split test_size val_split",
+    "output_dir": "out_dir output",
+    "epochs": "num_epochs num_train_epochs",
+    "steps": "epochs iterations max_iters max_steps num_epochs num_steps num_train_epochs",
+    "batch_size": "bs bsz global_batch_size mbs micro_batch_size per_device_batch_size per_device_train_batch_size",
+    "gradient_accumulation": "global_batch_size accum grad_accum gradient_accumulation_steps",
+    "learning_rate": "lr",
+    "schedule": "lr_schedule lr_scheduler lr_scheduler_type scheduler",
+    "warmup": "num_warmup_steps warmup_ratio warmup_steps",
+    "optimizer": "optim",
+    "weight_decay": "wd",
+    "max_grad_norm": "clip_grad grad_clip gradient_clipping",
+    "seed": "data_seed random_seed",
+    "gradient_checkpointing": "activation_checkpointing grad_checkpointing recompute",
+    "bf16": "amp mixed_precision",
+    "device": "use_cpu",
+    "validate_every": "eval_steps",
+    "log_every": "logging_steps",
+    "save_every": "save_steps",
+    "keep_checkpoints": "save_total_limit",
+    "timeout": "ddp_timeout",
+    "cp_size": "cp context_parallel_size ring_size",
+    "sp_size": "sequence_parallel_size sp ulysses_size",
+    "tp_size": "tensor_parallel_size",
+    "ep_size": "expert_parallel_size",
+    "fsdp_size": "data_parallel_size",
+}
+_NAMES = dict.fromkeys(name for names in _OTHER_NAMES.values() for name in names.split())
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    **OF_MODELS,
+    **{name: tuple(key for key, names in _OTHER_NAMES.items() if name in names.split()) for name in _NAMES},
+}
+
 
 def explain_problems(error: ValidationError, root: type[BaseModel], source: str) -> JobFileError:
     """One error that lists every problem that pydantic and the core found in the job from ``source``."""
@@ -43,7 +84,21 @@ def explain_problems(error: ValidationError, root: type[BaseModel], source: str)
     return job_file_error(source, {path: _join(found) for path, found in problems.items()})
 
 
-def no_such_key(path: str, suggestion: str) -> str:
+def check_assignment(assignment: Assignment, root: type) -> None:
+    """Raise UnknownNameError unless a job has the path of ``assignment``."""
+    path, parts = assignment.path, assignment.parts
+    for depth in range(1, len(parts) + 1):
+        parent = section_at(root, parts[: depth - 1])
+        if parent is None:
+            if _is_free_mapping(root, parts[: depth - 1]):
+                return
+            raise UnknownNameError(f"--set {path}: {'.'.join(parts[: depth - 1])} holds a value, not a section")
+        if parts[depth - 1] not in keys_of(parent):
+            nearest = did_you_mean(path, known_paths(root), SYNONYMS)
+            raise UnknownNameError(f"--set {path}: {_no_such_key(path, nearest)}")
+
+
+def _no_such_key(path: str, suggestion: str) -> str:
     """What to say of the unknown key at ``path``: what to write for it, or else ``suggestion``."""
     return f"there is no such key; {_ELSEWHERE[path]}" if path in _ELSEWHERE else f"there is no such key. {suggestion}"
 
@@ -83,12 +138,11 @@ def _describe(detail: ErrorDetails, root: type[BaseModel]) -> Iterable[tuple[str
             parts.append(name)
         elif section is not None and name in keys_of(section):
             parts.append(name)
-            annotation = keys_of(section)[name]
-            section = _section_in(annotation) or _section_in_list(annotation)
+            section = _section_in(keys_of(section)[name], in_lists=True)
         elif section is not None and detail["type"] == "extra_forbidden":
             unknown = ".".join([*parts, name])
             hint = suggest(name, keys_of(section), SYNONYMS) or suggest(name, known_paths(root), SYNONYMS)
-            return [(unknown, no_such_key(unknown, hint or did_you_mean(name, keys_of(section))))]
+            return [(unknown, _no_such_key(unknown, hint or did_you_mean(name, keys_of(section))))]
     path = ".".join(parts)
     if detail["type"] == "missing":
         return [(path, "is missing")]
@@ -115,26 +169,25 @@ def _join(problems: list[str]) -> str:
     return f"must be {' or '.join([first, *others])}, got {wants[0][2]}"
 
 
-def _section_in(annotation: Any) -> type | None:
-    if get_origin(annotation) is list:
-        return None
-    candidates = [annotation, *get_args(annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, (BaseModel, ModelSection))), None)
+def _section_in(annotation: Any, in_lists: bool = False) -> type | None:
+    """The class of the section that a value may be, or of those in it if it may be a list."""
+    for option in _options(annotation):
+        if get_origin(option) is list:
+            section = _section_in(*get_args(option)) if in_lists else None
+        else:
+            section = option if isinstance(option, type) and issubclass(option, (BaseModel, ModelSection)) else None
+        if section is not None:
+            return section
+    return None
 
 
-def _section_in_list(annotation: Any) -> type | None:
-    """The class of the sections of which the value is a list."""
-    lists = [option for option in [annotation, *get_args(annotation)] if get_origin(option) is list]
-    return next((section for each in lists if (section := _section_in(*get_args(each)))), None)
-
-
-def is_free_mapping(root: type, parts: list[str]) -> bool:
+def _is_free_mapping(root: type, parts: list[str]) -> bool:
     """Whether the value at the path ``parts`` may be a mapping with arbitrary keys."""
     section = section_at(root, parts[:-1])
     annotation = keys_of(section).get(parts[-1]) if section else None
-    return any(_is_mapping(option) for option in [annotation, *get_args(annotation)])
+    return any(get_origin(option) in (dict, Mapping) for option in _options(annotation))
 
 
-def _is_mapping(annotation: Any) -> bool:
-    origin = getattr(annotation, "__origin__", annotation)
-    return isinstance(origin, type) and issubclass(origin, Mapping)
+def _options(annotation: Any) -> list[Any]:
+    """The members of a union."""
+    return [annotation] if get_origin(annotation) in (list, dict, Mapping) else [annotation, *get_args(annotation)]

@@ -7,8 +7,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from veomni_trainer.job.media_keys import MediaKeys
 from veomni_trainer.job.section import Number, Section
+
+# In which a processor of media is stored; the last is the chat template of those from before chat_template.jinja.
+PROCESSOR_FILES = (
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    "chat_template.json",
+)
 
 
 def _named(files: str | list[str]) -> str | list[str]:
@@ -27,6 +32,17 @@ def _relative(pattern: str) -> str:
 
 
 Files = Annotated[str | list[str], AfterValidator(_named)]
+
+
+class Placeholders(Section):
+    """The words in a chat in whose place a file of the row's column comes; ``null``: such a word is text."""
+
+    image: str | None = Field(default="<image>", min_length=1)
+    """In whose place an image comes."""
+    video: str | None = Field(default="<video>", min_length=1)
+    """In whose place a video comes."""
+    audio: str | None = Field(default="<audio>", min_length=1)
+    """In whose place audio comes."""
 
 
 class Columns(Section):
@@ -100,9 +116,15 @@ class Columns(Section):
         return self
 
 
-class ReadingKeys(MediaKeys):
+class ReadingKeys(Section):
     """How the files of a source are read."""
 
+    placeholders: Placeholders = Placeholders()
+    """The words in chats in whose place the files of a row's columns come."""
+    media_errors: Literal["stop", "skip"] = "stop"
+    """Whether a row with an image, a video or audio that can't be read ends the job, or is counted and left out."""
+    media_urls: bool = False
+    """Whether images, video and audio are fetched from http addresses that rows name."""
     pattern: Annotated[str, AfterValidator(_relative)] = "**/*"
     """Which files of a folder are read."""
     format: Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "dataset"] | None = None

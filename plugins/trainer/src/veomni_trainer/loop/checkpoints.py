@@ -19,7 +19,7 @@ from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.manifest import write_manifest
-from veomni_trainer.output.shards import LAYOUT, Layout, is_sharded, reason
+from veomni_trainer.output.shards import LAYOUT, is_sharded, layout_of, reason
 from veomni_trainer.output.trained_sample import Sample, logits_of, write_sample
 from veomni_transformers.whole_files import publish_folder, write_whole
 
@@ -76,7 +76,7 @@ class CheckpointCallback(TrainerCallback):
             self._origin.tokenizer.save(written)
             if self._changes_config and not (written / "config.json").exists():  # an adapter alone
                 parts["model"].config.save_pretrained(written)
-            write_whole(written / LAYOUT, Layout.of(self._train, processes.num_processes).to_json())
+            write_whole(written / LAYOUT, json.dumps(layout_of(self._train, processes.num_processes)))
             write_whole(written / SEQUENCES, self._origin.sequences)
             write_whole(written / JOB, self._origin.job)
             write_sample(written, sample)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from veomni_core.errors import ConfigError, HostError, UnknownNameError, did_you_mean
-from veomni_trainer.job.optimization_keys import OptimizationKeys
 from veomni_trainer.job.parameter_groups import ParameterGroup, group_of
+from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.muon import MuonWithAdamW, hidden_matrices
 from veomni_transformers.towers.parts import tower_of, towers
 
@@ -37,7 +37,7 @@ def optimizer_names() -> list[str]:
     return sorted([MUON, *(name.value for name in OptimizerNames if _refusal(name.value) is None)])
 
 
-def check_optimizer(train: OptimizationKeys) -> None:
+def check_optimizer(train: TrainSection) -> None:
     """Check, without a model, that the job's optimizer exists, can be used here and takes the options it is given.
 
     Raises:
@@ -51,7 +51,7 @@ def check_optimizer(train: OptimizationKeys) -> None:
         _described(train)
 
 
-def optimizer_for(train: OptimizationKeys, model: nn.Module) -> tuple[type[Optimizer], dict[str, Any]]:
+def optimizer_for(train: TrainSection, model: nn.Module) -> tuple[type[Optimizer], dict[str, Any]]:
     """The optimizer's class and its arguments, as transformers' ``Trainer`` takes them.
 
     Raises:
@@ -63,7 +63,7 @@ def optimizer_for(train: OptimizationKeys, model: nn.Module) -> tuple[type[Optim
     return kind, arguments
 
 
-def _described(train: OptimizationKeys) -> tuple[type[Optimizer], dict[str, Any]]:
+def _described(train: TrainSection) -> tuple[type[Optimizer], dict[str, Any]]:
     name, options = train.optimizer_name, train.optimizer_options
     assert name is not None
     if name == MUON:

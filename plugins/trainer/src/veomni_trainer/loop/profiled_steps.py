@@ -16,7 +16,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from veomni_trainer.job.output_keys import ProfileKeys
+from veomni_trainer.job.train_section import ProfileKeys
 from veomni_trainer.loop.device import wait_for
 
 TRACE, TABLE = "trace.json.gz", "table.json"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from veomni_core.errors import ConfigError, UnknownNameError, did_you_mean
-from veomni_trainer.job.optimization_keys import OptimizationKeys
+from veomni_trainer.job.train_section import TrainSection
 
 _NOT_OPTIONS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
 _WITHOUT_OPTIONS = ("constant", "cosine", "linear")  # made with none, and always there
@@ -23,7 +23,7 @@ def schedule_names() -> list[str]:
     return sorted(kind.value for kind in SchedulerType if kind.value not in _BY_VALIDATION)
 
 
-def check_schedule(train: OptimizationKeys) -> None:
+def check_schedule(train: TrainSection) -> None:
     """Check that the job's schedule exists and can be made with its options.
 
     Raises:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from veomni_core.errors import CheckpointError
-from veomni_trainer.job.media_keys import PROCESSOR_FILES
+from veomni_trainer.job.source_keys import PROCESSOR_FILES
 from veomni_transformers.build import load_as_trained
 from veomni_transformers.jobs.hub_snapshots import is_hub_id, snapshot
 

@@ -1,4 +1,7 @@
-"""Writes a checkpoint as a folder that ``from_pretrained`` loads, and compares what loads with what was trained."""
+"""Writes a checkpoint as a folder that ``from_pretrained`` loads, and compares what loads with what was trained.
+
+Where the job asks for it, the folder is sent to the Hugging Face Hub.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, constants, get_token
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import GenerationConfig
 
-from veomni_core.errors import CheckpointError, ConfigError, VeOmniError
-from veomni_trainer.job.media_keys import PROCESSOR_FILES
+from veomni_core.errors import CheckpointError, ConfigError, HostError, VeOmniError
+from veomni_trainer.job.source_keys import PROCESSOR_FILES
 from veomni_trainer.output.adapters import adapted_model, copy_adapter, is_adapter, merge_adapter
-from veomni_trainer.output.endings import all_ends, asked, learned_ends
 from veomni_trainer.output.shards import is_sharded, reason
-from veomni_trainer.output.trained_sample import Sample, logits_of, read_sample
+from veomni_trainer.output.trained_sample import Sample, all_ends, asked, learned_ends, logits_of, read_sample
 from veomni_transformers.build import build_skeleton, load_as_trained
+from veomni_transformers.jobs.job_files import first_line
 from veomni_transformers.plugin_models import tokenizer_in
 from veomni_transformers.weights import check_weights
 from veomni_transformers.whole_files import publish_folder
@@ -200,3 +204,37 @@ def _publish_names(checkpoint: Path, joined: Path, folder: Path, trust: bool) ->
             total += sum(tensor.nbytes for tensor in state.values())
     index = {"metadata": {"total_size": total}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def check_push(name: str | None) -> None:
+    """Raise HostError if nothing could be sent to ``name``, before anything is trained for it."""
+    if name is not None and not constants.HF_HUB_OFFLINE and get_token() is None:
+        raise HostError(
+            f"train.push_to: {name}: this machine has no token for the Hub. Run `hf auth login`, set HF_TOKEN, or set "
+            "HF_HUB_OFFLINE=1 to see what would be sent"
+        )
+
+
+def push(folder: Path, name: str) -> str:
+    """Send all files of ``folder`` to the repository ``name``, which is made as a private one if there is none.
+
+    Under ``HF_HUB_OFFLINE`` nothing is sent.
+
+    Returns:
+        What was sent, or would be, as a sentence.
+
+    Raises:
+        HostError: the Hub refuses it, or can't be reached.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    size = sum(path.stat().st_size for path in files) / 1e6
+    listed = ", ".join(path.relative_to(folder).as_posix() for path in files)
+    if constants.HF_HUB_OFFLINE:
+        return f"not sent to {name}, since HF_HUB_OFFLINE is set: {len(files)} files, {size:,.1f} MB: {listed}"
+    hub = HfApi()
+    try:
+        hub.create_repo(name, private=True, exist_ok=True)
+        found = hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Weights of veomni train")
+    except Exception as error:  # of the Hub's client, of the network and of files
+        raise HostError(f"{folder} could not be sent to {name}: {first_line(error)}. The export is complete") from error
+    return f"sent to {found.commit_url}: {len(files)} files, {size:,.1f} MB"

@@ -15,15 +15,16 @@ MANIFEST = "files.json"
 _THREADS = 4  # hashing is as fast as one disk, and files may lie on several
 _BLOCK = 2**24
 
-Listed = tuple[int, str]  # bytes, and the checksum
-
 
 def write_manifest(checkpoint: Path) -> None:
     """List the files that are in ``checkpoint`` now."""
     paths = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     with ThreadPoolExecutor(_THREADS) as pool:
-        listed = dict(zip(paths, pool.map(_listed, paths), strict=True))
-    entries = {path.relative_to(checkpoint).as_posix(): entry for path, entry in listed.items()}
+        checksums = list(pool.map(_checksum, paths))
+    entries = {
+        path.relative_to(checkpoint).as_posix(): (path.stat().st_size, checksum)
+        for path, checksum in zip(paths, checksums, strict=True)
+    }
     write_whole(checkpoint / MANIFEST, json.dumps(entries, indent=1))
 
 
@@ -60,10 +61,6 @@ def damage(checkpoint: Path, reads: bool = True, on_read: Callable[[int], None] 
 def total_bytes(checkpoint: Path) -> int:
     """The size of all files in ``checkpoint``."""
     return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-
-
-def _listed(path: Path) -> Listed:
-    return path.stat().st_size, _checksum(path)
 
 
 def _checksum(path: Path, on_read: Callable[[int], None] = lambda count: None) -> str:

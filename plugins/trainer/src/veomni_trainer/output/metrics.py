@@ -8,6 +8,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from pydantic_core import to_jsonable_python
+
 from veomni_transformers.whole_files import write_whole
 
 Row = dict[str, Any]
@@ -45,11 +48,6 @@ def training_rows(rows: list[Row]) -> list[Row]:
     return [row for row in rows if "loss" in row]
 
 
-def bad_steps(rows: list[Row]) -> list[Row]:
-    """The rows of steps whose loss or gradient norm was not finite; ``bad`` says which."""
-    return [row for row in rows if "bad" in row]
-
-
 def steady(rows: list[Row]) -> list[Row]:
     """The training steps after warm-up, the first tenth (at least two steps); all of them if there are too few."""
     rows = training_rows(rows)
@@ -64,9 +62,7 @@ def quartiles(values: list[float]) -> tuple[float, float]:
         >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
         (2.0, 4.0)
     """
-    if len(values) < 2:
-        return values[0], values[0]
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    first, third = np.quantile(values, (0.25, 0.75)).tolist()
     return first, third
 
 
@@ -76,7 +72,7 @@ def figures(rows: list[Row]) -> Row:
     if not train:
         return {}
     validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
-    bad = bad_steps(rows)
+    bad = [row for row in rows if "bad" in row]  # steps whose loss or gradient norm was not finite
     used = {
         name: statistics.median(row[name] for row in warm if name in row)
         for name in ("tokens_per_second_each", "tflops", "mfu")
@@ -103,17 +99,9 @@ def figures(rows: list[Row]) -> Row:
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """``value`` as JSON, with ``null`` for NaN and infinities, which JSON has no words for."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    return json.dumps(to_jsonable_python(value, inf_nan_mode="null"), indent=indent, allow_nan=False)
 
 
 def with_nan(record: dict[str, Any]) -> dict[str, Any]:
     """A record of numbers as it was before :func:`to_json`, with NaN for ``null``."""
     return {key: math.nan if value is None else value for key, value in record.items()}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value

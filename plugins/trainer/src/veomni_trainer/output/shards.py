@@ -6,20 +6,22 @@ of whole tensors, so they can be read under other sizes. ``layout.json`` says un
 
 from __future__ import annotations
 
+import io
 import json
-from dataclasses import asdict, dataclass
+import pickle
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from veomni_core.errors import CheckpointError
 from veomni_trainer.job.train_section import TrainSection
-from veomni_trainer.output.unpickling import refuse_code
 from veomni_transformers.jobs.job_files import first_line
 
 _WEIGHTS = "shard-*-model-*.safetensors"
@@ -27,24 +29,35 @@ _OPTIMIZER = "optimizer"
 LAYOUT = "layout.json"
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The sizes under which a checkpoint was written, and how many sequences one step took."""
+# torch's distributed checkpoints hold an index and settings (``betas``, for example) as pickles. torch 2.13 reads both
+# without ``weights_only``, and only tensors with it, so it would run whatever code they name.
+_INDEX = ".metadata"
+_NAMED_BY_INDEXES = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+            *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath")),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+}
 
-    fsdp_size: int
-    tp_size: int
-    ep_size: int
-    sequences_per_step: int
 
-    @classmethod
-    def of(cls, train: TrainSection, processes: int) -> Layout:
-        """The layout of a job of ``processes`` processes."""
-        batches = processes // train.ranks_per_batch * train.gradient_accumulation
-        return cls(train.fsdp_size, train.tp_size, train.ep_size, train.batch_size * batches)
-
-    def to_json(self) -> str:
-        """The content of ``layout.json``."""
-        return json.dumps(asdict(self))
+def layout_of(train: TrainSection, processes: int) -> dict[str, int]:
+    """The sizes under which ``processes`` processes write a checkpoint, and how many sequences one step takes."""
+    batches = processes // train.ranks_per_batch * train.gradient_accumulation
+    return {
+        "fsdp_size": train.fsdp_size,
+        "tp_size": train.tp_size,
+        "ep_size": train.ep_size,
+        "sequences_per_step": train.batch_size * batches,
+    }
 
 
 def is_sharded(checkpoint: Path) -> bool:
@@ -95,6 +108,34 @@ def load_optimizer(model: PreTrainedModel, optimizer: Optimizer, checkpoint: Pat
         raise CheckpointError(f"{checkpoint / _OPTIMIZER} does not fit this job: {reason(error)}") from error
 
 
+class _IndexUnpickler(pickle.Unpickler):
+    """Builds what an index consists of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _NAMED_BY_INDEXES:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs; it was not run")
+        return super().find_class(module, name)
+
+
+def refuse_code(folder: Path) -> None:
+    """Raise unless the pickles of the distributed checkpoint in ``folder`` hold data alone. What they name doesn't run.
+
+    Raises:
+        pickle.UnpicklingError: a pickle names something else than an index, or a value, consists of.
+        OSError, and what damaged bytes lead to: a file can't be read.
+    """
+    index: Metadata = _IndexUnpickler(io.BytesIO((folder / _INDEX).read_bytes())).load()
+    for at, stored in index.storage_data.items():
+        if isinstance(index.state_dict_metadata[at.fqn], BytesStorageMetadata):
+            if stored.transform_descriptors:
+                raise pickle.UnpicklingError(
+                    f"{at.fqn} is stored by {stored.transform_descriptors}, which no run writes"
+                )
+            with (folder / stored.relative_path).open("rb") as file:
+                file.seek(stored.offset)
+                torch.load(io.BytesIO(file.read(stored.length)), weights_only=True)
+
+
 def reason(error: BaseException) -> str:
     """What went wrong, in one line; of a ``CheckpointException`` what went wrong on the first rank."""
     if isinstance(error, CheckpointException) and error.failures:
@@ -103,7 +144,7 @@ def reason(error: BaseException) -> str:
     return kind if said == kind else f"{kind}: {said}"
 
 
-def check_layout(checkpoint: Path, layout: Layout) -> None:
+def check_layout(checkpoint: Path, layout: dict[str, int]) -> None:
     """Check that a step of this job takes as many sequences as one of the checkpoint's.
 
     Raises:
@@ -111,12 +152,12 @@ def check_layout(checkpoint: Path, layout: Layout) -> None:
     """
     path = checkpoint / LAYOUT
     try:
-        before = Layout(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        before = json.loads(path.read_text(encoding="utf-8"))["sequences_per_step"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} does not say under which sizes the checkpoint was written: {error}") from error
-    if before.sequences_per_step != layout.sequences_per_step:
+    if before != (now := layout["sequences_per_step"]):
         raise CheckpointError(
-            f"{checkpoint} was trained with {before.sequences_per_step} sequences per step (batch_size x "
+            f"{checkpoint} was trained with {before} sequences per step (batch_size x "
             f"gradient_accumulation x processes that take different batches), and this job takes "
-            f"{layout.sequences_per_step}. Change train.batch_size or gradient_accumulation so that they are equal"
+            f"{now}. Change train.batch_size or gradient_accumulation so that they are equal"
         )

@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from veomni_trainer.output.metrics import Row, training_rows
-from veomni_trainer.report.drawing import Chart, colour, draw
-from veomni_trainer.report.method_curves import curves_of
+from veomni_trainer.output.metrics import Row
+from veomni_trainer.report.drawing import PLACEHOLDERS, Chart, draw
 
 Points = list[tuple[int, float]]
 
@@ -19,6 +18,38 @@ _MANY_STEPS = 200  # a line of more steps is drawn faintly, with a smoothed one 
 _DASH = 5.0  # the length of a dash, in widths of the line
 _LINES, _COLUMNS = 256, 600  # of the heat map: more than these can't be told apart on the page
 _HOT = 3.0  # its brightest colour is this many times the mean
+
+# Title and note of what a method measures beside its loss, by its name in a row of metrics.
+_CURVES = {
+    "entropy": ("Entropy", "nats per token"),
+    "mean_token_accuracy": ("Token accuracy", "share of the learned tokens"),
+    "rewards/accuracies": ("Pairs the right way round", "share of the pairs"),
+    "rewards/margins": ("Reward margin", "chosen over rejected"),
+    "accuracy": ("Accuracy", "share of the texts or pairs"),
+    "margin": ("Margin", "score of the chosen over that of the rejected"),
+    "mean_reward": ("Mean score", "over the chosen and the rejected"),
+    "nll_loss": ("Loss of the chosen", "per token"),
+    "log_odds_chosen": ("Log odds ratio", "chosen over rejected"),
+    "rewards/chosen": ("Reward of the chosen", "beta times the log-ratio to the reference"),
+    "rewards/rejected": ("Reward of the rejected", "beta times the log-ratio to the reference"),
+    "logps/chosen": ("Log-probability of the chosen", "sum over its tokens"),
+    "logps/rejected": ("Log-probability of the rejected", "sum over its tokens"),
+    "reward": ("Reward", "mean over the completions"),
+    "reward_std": ("Reward spread", "standard deviation over the completions"),
+    "kl": ("Divergence from the reference", "per token"),
+    "completions/mean_length": ("Completion length", "tokens, on average"),
+    "completions/clipped_ratio": ("Completions that were cut off", "share"),
+    "rollout_difference/mean": ("Training beside the rollout", "log-probabilities, on average"),
+    "rollout_difference/largest": ("Training beside the rollout, largest", "log-probabilities"),
+    "clip_ratio/region_mean": ("Clipped ratios", "share of the tokens"),
+}
+_OF_ALL_METHODS = {
+    "learning_rate": ("Learning rate", "per step"),
+    "grad_norm": ("Gradient norm", "before clipping"),
+    "expert_load": ("Busiest expert", "rows over the mean, average of the layers"),
+    "rank_load": ("Busiest rank", "rows over the mean, average of the layers"),
+}
+_REWARD = re.compile(r"rewards/(.+)/mean")
 
 
 @dataclass(frozen=True)
@@ -30,12 +61,8 @@ class Series:
     rows: list[Row]
 
     def points(self, key: str, factor: float = 1.0) -> Points:
-        """Step, and ``factor`` times the value, of each training row that has ``key``."""
-        return [(row["step"], factor * row[key]) for row in training_rows(self.rows) if key in row]
-
-    def validation(self) -> Points:
-        """Step and loss of each validation."""
-        return [(row["step"], row["validation_loss"]) for row in self.rows if "validation_loss" in row]
+        """Step, and ``factor`` times the value, of each row that has ``key``."""
+        return [(row["step"], factor * row[key]) for row in self.rows if key in row]
 
 
 @dataclass
@@ -57,14 +84,14 @@ def draw_charts(*runs: Series) -> list[Chart]:
     """The charts of losses, rates, times and memory of one run or of several, as far as there is data."""
     shown = [run for run in runs if run.points("loss")]
     losses = _of(shown, "loss", "Loss", "per step")
-    losses.validations = [(run, points) for run in shown if (points := run.validation())]
+    losses.validations = [(run, points) for run in shown if (points := run.points("validation_loss"))]
     charts = [losses, _of(shown, "aux_loss", "Router loss", "load balancing"), _gap(shown)]
-    rows = [row for run in shown for row in run.rows]
-    charts += [_of(shown, name, title, note) for name, title, note in curves_of(rows)]
-    charts.append(_of(shown, "learning_rate", "Learning rate", "per step"))
-    charts.append(_of(shown, "grad_norm", "Gradient norm", "before clipping"))
-    for key, what in (("expert_load", "expert"), ("rank_load", "rank")):
-        charts.append(_of(shown, key, f"Busiest {what}", "rows over the mean, average of the layers"))
+    charts += [_of(shown, name, *words) for name, words in _CURVES.items()]
+    names = dict.fromkeys(name for run in shown for row in run.rows for name in row)
+    judged = [(name, found[1]) for name in names if (found := _REWARD.fullmatch(name))]
+    for name, function in judged if len(judged) > 1 else ():
+        charts.append(_of(shown, name, f"Reward of {function}", "mean over the completions"))
+    charts += [_of(shown, name, *words) for name, words in _OF_ALL_METHODS.items()]
     moved = "MB that ranks send each other, per step"
     charts.append(_scaled(_of(shown, "dispatch_bytes", "Token dispatch", moved, 1e-6)))
     charts.append(_step_time(shown))
@@ -120,7 +147,7 @@ def _draw(chart: _Lines) -> Chart:
         others = len(chart.lines) - 1
         for number, (run, points) in enumerate(chart.lines):
             dashes = (number * _DASH, (_DASH, others * _DASH)) if number else "solid"
-            style: dict[str, Any] = {"color": colour(run.colour)}
+            style: dict[str, Any] = {"color": PLACEHOLDERS[run.colour]}
             if len(points) > _MANY_STEPS:
                 if not others:  # two faint lines would mix their colours
                     axes.plot(*zip(*points, strict=True), linewidth=0.6, alpha=0.35, **style)
@@ -128,7 +155,7 @@ def _draw(chart: _Lines) -> Chart:
             axes.plot(*zip(*points, strict=True), linewidth=1.8, label=_short(run.label), linestyle=dashes, **style)
         for run, points in chart.validations:
             alone = len(chart.validations) == 1
-            own = colour("validation" if alone or run.colour == "mine" else run.colour)
+            own = PLACEHOLDERS["validation" if alone or run.colour == "mine" else run.colour]
             label = "validation" if alone else f"{_short(run.label)}, validation"
             label = label if len(chart.validations) <= 2 else "_"  # of many runs, points in the run's colour say enough
             size = 5 if len(points) <= 30 else 2.5

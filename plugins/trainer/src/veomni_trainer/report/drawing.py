@@ -14,11 +14,11 @@ import matplotlib
 # matplotlib needs real colours. These are placeholders that are replaced by the page's colours in the finished SVG.
 _INK, _GRID = "#010101", "#020202"
 COLOURS = ("mine", "eager", "run3", "run4", "run5", "run6", "run7", "run8")  # of runs, as style.css names them
-_PLACEHOLDERS = {name: f"#0303{number:02x}" for number, name in enumerate((*COLOURS, "validation"), start=16)}
+PLACEHOLDERS = {name: f"#0303{number:02x}" for number, name in enumerate((*COLOURS, "validation"), start=16)}
 _PAGE_COLOURS = {
     _INK: "currentColor",
     _GRID: "var(--grid)",
-    **{placeholder: f"var(--{name})" for name, placeholder in _PLACEHOLDERS.items()},
+    **{placeholder: f"var(--{name})" for name, placeholder in PLACEHOLDERS.items()},
 }
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
@@ -38,11 +38,6 @@ _STYLE: dict[str, Any] = {
     "ytick.labelcolor": _INK,
     "legend.frameon": False,
 }
-
-
-def colour(name: str) -> str:
-    """The colour of the page's variable ``name``, as matplotlib takes it."""
-    return _PLACEHOLDERS[name]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,18 @@ from rich.progress import Progress as Bar
 
 from veomni_core.commands import fit
 from veomni_trainer.output.metrics import Row
-from veomni_trainer.report.method_curves import shown
 
 _SECONDS_BETWEEN_LINES = 5.0
+# What a method measures beside its loss, by its name in a row, and the names under which it is shown.
+_SHOWN = {
+    "mean_token_accuracy": "token accuracy",
+    "reward": "reward",
+    "rewards/accuracies": "accuracy",
+    "rewards/margins": "margin",
+    "accuracy": "accuracy",
+    "margin": "margin",
+    "kl": "KL",
+}
 
 
 class Progress:
@@ -87,6 +96,16 @@ def describe(row: Row) -> str:
     for key, name in (("expert_load", "experts"), ("rank_load", "ranks")):
         text += f"  {name} {row[key]:.2f}x" if key in row else ""
     return text + (f"  sent {gigabytes(row['dispatch_bytes'])}" if "dispatch_bytes" in row else "")
+
+
+def shown(row: Row) -> str:
+    """The figures of ``row`` that say how its method does.
+
+    Example:
+        >>> shown({"loss": 0.1, "reward": 0.5, "kl": 0.01})
+        'reward 0.5  KL 0.01'
+    """
+    return "  ".join(f"{title} {row[name]:.3g}" for name, title in _SHOWN.items() if name in row)
 
 
 def duration(seconds: float) -> str:

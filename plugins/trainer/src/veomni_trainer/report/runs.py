@@ -16,26 +16,23 @@ from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import Row, figures, read_metrics
 from veomni_trainer.report.charts import Series, draw_charts
 from veomni_trainer.report.drawing import COLOURS
-from veomni_trainer.report.page import render
+from veomni_trainer.report.write import render
 from veomni_transformers.whole_files import write_whole
 
 _MARK = '<meta name="generator" content="veomni report">'
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Series):
     """A run among others: what it is called there, its colour, and what its folder holds."""
 
-    label: str
-    colour: str
-    rows: list[Row]
     figures: Row
     job: dict[str, Any]
     plan: Plan
 
 
-def run_folder(path: Path) -> RunFolder:
-    """The folder of a run that has done a step.
+def _read_run(path: Path, label: str, colour: str) -> Run:
+    """The run in the folder ``path``, if it has done a step.
 
     Raises:
         ConfigError: ``path`` isn't one, or its files can't be read.
@@ -49,14 +46,14 @@ def run_folder(path: Path) -> RunFolder:
         )
     try:
         json.loads(folder.receipt.read_text(encoding="utf-8"))
-        Plan.from_json(folder.plan.read_text(encoding="utf-8"))
-        load_yaml(folder.job)
-        rows = figures(read_metrics(folder.metrics))
+        plan, job = Plan.from_json(folder.plan.read_text(encoding="utf-8")), load_yaml(folder.job)
+        rows = read_metrics(folder.metrics)
+        run = Run(label, colour, rows, figures(rows), job, plan)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: the run's files can't be read: {error}") from error
-    if not rows:
+    if not run.figures:
         raise ConfigError(f"{folder.metrics} has no row of a step yet; wait until the run has logged one")
-    return folder
+    return run
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -70,13 +67,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         raise ConfigError(f"{len(paths)} runs can't be told apart on one page; name at most {len(COLOURS)}")
     if twice := [str(path) for number, path in enumerate(paths) if resolved[number] in resolved[:number]]:
         raise ConfigError(f"{', '.join(twice)}: named twice; name each run once")
-    runs = []
-    for label, colour, path in zip(_labels(resolved), COLOURS, paths, strict=False):
-        folder = run_folder(path)
-        rows = read_metrics(folder.metrics)
-        plan = Plan.from_json(folder.plan.read_text(encoding="utf-8"))
-        runs.append(Run(label, colour, rows, figures(rows), load_yaml(folder.job), plan))
-    return runs
+    return [_read_run(*each) for each in zip(paths, _labels(resolved), COLOURS, strict=False)]
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
@@ -121,7 +112,7 @@ def write_comparison(runs: Sequence[Run], output: Path) -> None:
         "runs.html.j2",
         name=" and ".join(run.label for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
         runs=runs,
-        charts=draw_charts(*(Series(run.label, run.colour, run.rows) for run in runs)),
+        charts=draw_charts(*runs),
         jobs=different_keys(runs),
         plans=different_plans(runs),
     )

@@ -6,8 +6,11 @@ import importlib.metadata
 import json
 import platform
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal
 
+import jinja2
 import yaml
 
 from veomni_core.commands import render_table
@@ -16,8 +19,7 @@ from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import Row, figures, read_metrics, to_json, with_nan
 from veomni_trainer.report.charts import Series, draw_charts, draw_loads
 from veomni_trainer.report.comparison import Comparison, compare_rows, comparison_sentence
-from veomni_trainer.report.page import render
-from veomni_trainer.report.progress import gigabytes
+from veomni_trainer.report.progress import duration, gigabytes
 from veomni_transformers.whole_files import write_whole
 
 State = Literal["running", "complete", "interrupted", "diverged", "failed", "unfinished"]
@@ -67,15 +69,17 @@ def write_report(folder: RunFolder, ending: RunEnding | None = None, export: str
     receipt = json.loads(folder.receipt.read_text(encoding="utf-8"))
     data = json.loads(folder.data.read_text(encoding="utf-8")) if folder.data.exists() else []  # earlier versions
     job = folder.job.read_text(encoding="utf-8")
-    comparison = compare_rows(rows, eager_rows, loads, read_metrics(eager.expert_rows), _dtype(receipt, job))
-    ended = _complete(ending or _known_ending(folder), rows, job)
+    said = yaml.safe_load(job) or {}
+    comparison = compare_rows(rows, eager_rows, loads, read_metrics(eager.expert_rows), _dtype(receipt, said))
+    earlier = json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.exists() else {}
+    ended = _ending(ending, earlier.get("ending"), rows, said)
     summary = {
         "run": figures(rows),
         "eager": figures(eager_rows),
         "comparison": asdict(comparison) if comparison else None,
         "data": data,
         "ending": asdict(ended),
-        "export": export or _earlier(folder).get("export", ""),
+        "export": export or earlier.get("export", ""),
         "plan_sha256": receipt["plan_sha256"],
         "hardware": receipt["hardware"],
         "versions": _versions(receipt),
@@ -85,19 +89,14 @@ def write_report(folder: RunFolder, ending: RunEnding | None = None, export: str
     charts = draw_charts(Series("this job", "mine", rows), Series("all eager", "eager", eager_rows))
     page = render(
         "report.html.j2",
+        **summary | {"comparison": comparison_sentence(comparison) if comparison else ""},
         name=folder.path.name,
         banner=ended.banner,
-        run=summary["run"],
-        eager=summary["eager"],
-        comparison=comparison,
-        export=summary["export"],
         profile=json.loads(table.read_text(encoding="utf-8")) if table.exists() else None,
-        data=data,
         charts=[*charts, *([draw_loads(loads)] if loads else [])],
         receipt=receipt,
         transformations=receipt.get("transformations", []),  # folders of earlier versions have none
         ops=[_op_row(op) for op in receipt["ops"] if op["found"] or op.get("written")],
-        versions=summary["versions"],
         job=job,
     )
     write_whole(folder.report, page)
@@ -117,45 +116,36 @@ def describe_run(folder: RunFolder) -> str:
 
 def figures_table(runs: dict[str, Row]) -> str:
     """The key figures of runs by their names, as text."""
-    heads = ("", "steps", "loss", "step", "tokens/s", "peak memory")
-    return render_table(heads, [(name, *_cells(run)) for name, run in runs.items()])
+    rows = [
+        (
+            name,
+            f"{run['steps']}",
+            f"{run['first_loss']:.4f} -> {run['last_loss']:.4f}",
+            f"{1e3 * run['step_seconds']:,.1f} ms",
+            f"{run['tokens_per_second']:,.0f}",
+            gigabytes(run["peak_memory_bytes"]),
+        )
+        for name, run in runs.items()
+    ]
+    return render_table(("", "steps", "loss", "step", "tokens/s", "peak memory"), rows)
 
 
-def _cells(run: Row) -> tuple[str, ...]:
-    return (
-        f"{run['steps']}",
-        f"{run['first_loss']:.4f} -> {run['last_loss']:.4f}",
-        f"{1e3 * run['step_seconds']:,.1f} ms",
-        f"{run['tokens_per_second']:,.0f}",
-        gigabytes(run["peak_memory_bytes"]),
-    )
-
-
-def _dtype(receipt: dict[str, Any], job: str) -> str:
+def _dtype(receipt: dict[str, Any], job: dict[str, Any]) -> str:
     """The type in which the model computes: autocast's, else that of its weights."""
-    said = yaml.safe_load(job) or {}
-    model, train = (each if isinstance(each := said.get(key), dict) else {} for key in ("model", "train"))
+    model, train = (each if isinstance(each := job.get(key), dict) else {} for key in ("model", "train"))
     precision: Any = train.get("precision") or "float32"  # jobs of earlier versions have none
     return str(receipt.get("autocast") or model.get("dtype") or PRECISIONS[precision].weights)
 
 
-def _known_ending(folder: RunFolder) -> RunEnding:
-    """What the last report says of the run's end. One that was written while it ran says nothing of that."""
-    found = _earlier(folder).get("ending")
-    return RunEnding(**found) if found and found["state"] != "running" else RunEnding("unfinished")
+def _ending(known: RunEnding | None, earlier: dict[str, Any] | None, rows: list[Row], job: dict[str, Any]) -> RunEnding:
+    """What ended the run: what is known, else what the last report says, unless it was written while the run went on.
 
-
-def _earlier(folder: RunFolder) -> dict[str, Any]:
-    """The summary that an earlier report wrote."""
-    found: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.exists() else {}
-    return found
-
-
-def _complete(ending: RunEnding, rows: list[Row], job: str) -> RunEnding:
-    """``ending`` with the run's steps; a run that has all of them is not unfinished."""
-    train = (yaml.safe_load(job) or {}).get("train") or {}
+    A run that has all of its steps is not unfinished.
+    """
+    said = RunEnding(**earlier) if earlier and earlier["state"] != "running" else RunEnding("unfinished")
+    ending = known or said
     last = max((row["step"] for row in rows), default=0)
-    steps = int(train.get("steps") or last)
+    steps = int((job.get("train") or {}).get("steps") or last)
     done = ending.state == "unfinished" and last >= steps
     return replace(ending, state="complete" if done else ending.state, step=last, steps=steps)
 
@@ -180,12 +170,7 @@ def outcome(folder: RunFolder, interrupted: bool) -> dict[str, Any]:
     checkpoints = folder.checkpoints()
     paths = {
         "output_dir": folder.path,
-        "job": folder.job,
-        "plan": folder.plan,
-        "receipt": folder.receipt,
-        "metrics": folder.metrics,
-        "summary": folder.summary,
-        "report": folder.report,
+        **{name: getattr(folder, name) for name in ("job", "plan", "receipt", "metrics", "summary", "report")},
         "checkpoint": checkpoints[-1][1] if checkpoints else None,
         "weights": folder.exported,
         "eager": folder.compared("eager").path,
@@ -195,3 +180,23 @@ def outcome(folder: RunFolder, interrupted: bool) -> dict[str, Any]:
         "interrupted": interrupted,
         "paths": {name: str(path) if path and path.exists() else None for name, path in paths.items()},
     }
+
+
+def render(template: str, **values: Any) -> str:
+    """A page, as one self-contained file."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"gigabytes": gigabytes, "step_time": step_time, "duration": duration}
+    now = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    return environment.get_template(template).render(now=now, **values)
+
+
+def step_time(run: Row) -> str:
+    """A run's median time of a step with its quartiles: ``116.9 ms (115.2 to 119.8)``."""
+    median, (low, high) = 1e3 * run["step_seconds"], (1e3 * each for each in run["step_seconds_quartiles"])
+    return f"{median:,.1f} ms ({low:,.1f} to {high:,.1f})"

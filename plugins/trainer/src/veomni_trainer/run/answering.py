@@ -22,12 +22,11 @@ from veomni_trainer.data.media.sources import medium_of
 from veomni_trainer.data.messages import Message
 from veomni_trainer.data.reading import BadMedia
 from veomni_trainer.data.tokens import ByteTokenizer, has_tokenizer
-from veomni_trainer.job.media_keys import PROCESSOR_FILES, Placeholders
+from veomni_trainer.job.source_keys import PROCESSOR_FILES, Placeholders
 from veomni_trainer.output.adapters import adapted_model, is_adapter
-from veomni_trainer.output.endings import end_tokens
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.shards import is_sharded
-from veomni_trainer.output.trained_sample import read_sample
+from veomni_trainer.output.trained_sample import end_tokens, read_sample
 from veomni_transformers.build import load_as_trained
 from veomni_transformers.plugin_models import tokenizer_in
 from veomni_transformers.towers.parts import media_kinds

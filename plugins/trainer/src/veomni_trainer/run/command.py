@@ -120,10 +120,9 @@ def export(
     """Write a checkpoint's weights as a plain folder of safetensors, which from_pretrained loads."""
     from transformers.utils import logging
 
-    from veomni_trainer.job.output_keys import hub_name
-    from veomni_trainer.output.export import export_checkpoint
+    from veomni_trainer.job.train_section import hub_name
+    from veomni_trainer.output.export import check_push, export_checkpoint, push
     from veomni_trainer.output.folder import RunFolder
-    from veomni_trainer.output.hub import check_push, push
 
     try:
         check_push(push_to and hub_name(push_to))
@@ -149,15 +148,16 @@ def report(
     if output and len(runs) == 1:
         raise ConfigError("--output names the page of several runs; one run's report is report.html in its folder")
 
-    from veomni_trainer.report.runs import comparison_of, read_runs, run_folder, write_comparison
+    from veomni_trainer.output.folder import RunFolder
+    from veomni_trainer.report.runs import comparison_of, read_runs, write_comparison
     from veomni_trainer.report.write import describe_run, figures_table, write_report
 
+    read = read_runs(runs)
     if len(runs) == 1:
-        folder = run_folder(runs[0])
+        folder = RunFolder(runs[0])
         write_report(folder)
         print(folder.summary.read_text(encoding="utf-8") if json else describe_run(folder))
         return
-    read = read_runs(runs)
     if output or not json:
         page = output or Path("comparison.html")
         write_comparison(read, page)
@@ -186,10 +186,11 @@ def init(
     from veomni_core import discover
     from veomni_core.commands import parse_yaml
     from veomni_trainer.job.load import parse_job
-    from veomni_trainer.job.new_job import NewJob
+    from veomni_trainer.job.new_job import new_job
     from veomni_trainer.run.check import check_loaded
 
-    answers = NewJob(
+    text = new_job(
+        job.name,
         model=_ask(model, "--model", "Model (weights' folder, config, Hub id or model type)", None),
         data=_ask(data, "--data", "Data (a file, folder or glob)", None),
         output_dir=_ask(output_dir, "--output-dir", "Output folder", f"runs/{job.stem}"),
@@ -197,7 +198,6 @@ def init(
         sequence_length=int(_ask(sequence_length, "--sequence-length", "Tokens per sequence", "1024")),
         preset=preset,
     )
-    text = answers.to_yaml(job.name)
     # Nothing is written that `veomni train` would refuse.
     check_loaded(parse_job(parse_yaml(text), str(job), job.parent), discover().detect_hardware())
     job.parent.mkdir(parents=True, exist_ok=True)

@@ -21,10 +21,8 @@ from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.alternating_steps import AlternatingSteps
 from veomni_trainer.loop.signals import INTERRUPTED
 from veomni_trainer.output.disk import naming_failed_writes
-from veomni_trainer.output.export import export_checkpoint
-from veomni_trainer.output.folder import RunFolder
-from veomni_trainer.output.hub import push
-from veomni_trainer.output.lock import locked
+from veomni_trainer.output.export import export_checkpoint, push
+from veomni_trainer.output.folder import RunFolder, locked
 from veomni_trainer.report.write import RunEnding, State, describe_run, write_report
 from veomni_trainer.run.check import check_frozen
 from veomni_trainer.run.console import is_main_process, print_once

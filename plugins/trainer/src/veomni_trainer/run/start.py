@@ -30,8 +30,8 @@ from veomni_trainer.loop.optimizers import check_optimizer
 from veomni_trainer.loop.schedules import check_schedule
 from veomni_trainer.loop.trackers import check_trackers
 from veomni_trainer.output.disk import check_disk_space
+from veomni_trainer.output.export import check_push
 from veomni_trainer.output.folder import RunFolder
-from veomni_trainer.output.hub import check_push
 from veomni_trainer.output.trained_sample import Sample, sample_ids
 from veomni_trainer.run.console import print_once
 from veomni_trainer.run.starting_point import StartingPoint, describe_resumption

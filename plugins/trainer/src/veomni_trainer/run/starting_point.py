@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from veomni_core.errors import CheckpointError, ConfigError
-from veomni_trainer.job.resuming import OnResume, changed_keys, refuse_changes
+from veomni_trainer.job.resuming import WITHOUT_EFFECT, changed_keys, refuse_changes
 from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.early_stop import has_stopped
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.manifest import damage, total_bytes
-from veomni_trainer.output.shards import Layout, check_layout, is_sharded
+from veomni_trainer.output.shards import check_layout, is_sharded, layout_of
 from veomni_trainer.run.console import is_main_process
 from veomni_trainer.setup.adapter import check_resumed
 
@@ -57,7 +57,7 @@ def starting_point(job: Job, folder: RunFolder, resume: bool | Path, overwrite: 
             "train.fsdp_size, tp_size and ep_size, or name the checkpoint as model.weights of a new job"
         )
     refuse_changes(checkpoint, changed_keys(checkpoint, job))
-    check_layout(checkpoint, Layout.of(job.train, int(os.environ.get("WORLD_SIZE", "1"))))
+    check_layout(checkpoint, layout_of(job.train, int(os.environ.get("WORLD_SIZE", "1"))))
     return StartingPoint(step, checkpoint)
 
 
@@ -92,8 +92,8 @@ def describe_resumption(job: Job, folder: RunFolder, point: StartingPoint) -> st
         if step > point.step:
             lines.append(f"{path} is not complete (it holds no plan.json) and is passed over")
     for change in changed_keys(checkpoint, job):
-        goes_on = change.on_resume is OnResume.CONTINUED
-        lines.append(f"changed since{', without effect: ' if goes_on else ': '}{change}")
+        effect = ", without effect" if change.path == WITHOUT_EFFECT else ""
+        lines.append(f"changed since{effect}: {change}")
     rank = f"_{os.environ.get('RANK', '0')}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     if not (checkpoint / f"rng_state{rank}.pth").exists():
         lines.append("it was written by another number of processes: dropout draws other numbers than it would have")

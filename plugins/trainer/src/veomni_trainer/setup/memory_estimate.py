@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from veomni_core import OpsConfig, build_foundation_model
-from veomni_trainer.job.parameter_bytes import parameter_bytes
+from veomni_trainer.job.precision import gradient_and_state_bytes
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.setup.adapter import check_adapter, with_adapter
@@ -89,12 +89,12 @@ def estimate_memory(job: Job, ops: OpsConfig, skeleton: PreTrainedModel, device:
         activations = sum(kept.layers) + sum(of_kind[kind] for kind in kinds[depth:])
     whole: nn.Module = check_adapter(job, skeleton) if job.lora else skeleton
     assert job.train.precision and job.train.optimizer_name  # the machine's defaults are filled in
-    state = parameter_bytes(job.train.precision, job.train.optimizer_name)
+    gradient, state = gradient_and_state_bytes(job.train.precision, job.train.optimizer_name)
     trained = _elements(whole, skeleton, job.train, trained=True)
     return MemoryEstimate(
         weights=_weight_bytes(job, whole, skeleton) + sum(buffer.nbytes for buffer in skeleton.buffers()),
-        gradients=int(trained * state.gradient),
-        optimizer=int(trained * state.optimizer),
+        gradients=int(trained * gradient),
+        optimizer=int(trained * state),
         activations=activations,
         logits=rest,
         brief=kept.brief,

@@ -12,8 +12,8 @@ from transformers import TrainingArguments
 from veomni_core import OpsConfig
 from veomni_core.errors import HostError
 from veomni_trainer.data.tokens import Tokenizer
-from veomni_trainer.job.process_keys import ProcessKeys
 from veomni_trainer.job.schema import Job
+from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.setup.model import build_skeleton
 from veomni_transformers.sequence import SequenceParallel, apply_context_parallel, apply_ulysses
 
@@ -27,7 +27,7 @@ class Sharing:
 
     group: ProcessGroup
     heads: ProcessGroup | None
-    train: ProcessKeys
+    train: TrainSection
 
     def apply(self, model: nn.Module) -> SequenceParallel:
         """Let the processes share the sequences of ``model``.
@@ -41,7 +41,7 @@ class Sharing:
         return apply_context_parallel(model, self.group, sp_group=self.heads, overlap=overlap)
 
 
-def sharing_of(train: ProcessKeys, arguments: TrainingArguments) -> Sharing | None:
+def sharing_of(train: TrainSection, arguments: TrainingArguments) -> Sharing | None:
     """The ``sp_size x cp_size`` neighbouring ranks that share this rank's sequences; ``None`` if it has its own.
 
     Raises:

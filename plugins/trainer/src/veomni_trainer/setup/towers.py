@@ -10,9 +10,8 @@ from torch import nn
 
 from veomni_core.errors import ConfigError
 from veomni_trainer.data.tokens import Tokenizer
-from veomni_trainer.job.lora_section import LoraSection
-from veomni_trainer.job.media_keys import PROCESSOR_FILES
-from veomni_trainer.job.schema import Job
+from veomni_trainer.job.schema import Job, LoraSection
+from veomni_trainer.job.source_keys import PROCESSOR_FILES
 from veomni_transformers.towers.host_metadata import gives_positions
 from veomni_transformers.towers.parts import KINDS, media_kinds, tower_of, towers
 

@@ -10,7 +10,7 @@ from typing import Any
 from veomni_trainer.data.media.sources import KINDS, Medium, medium_of
 from veomni_trainer.data.messages import ASSISTANT, Message
 from veomni_trainer.data.reading import BadMedia
-from veomni_trainer.job.media_keys import Placeholders
+from veomni_trainer.job.source_keys import Placeholders
 
 
 def has_places(messages: Sequence[Message], placeholders: Placeholders) -> bool:

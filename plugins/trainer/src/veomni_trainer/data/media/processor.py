@@ -17,7 +17,8 @@ from veomni_trainer.data.documents import Span
 from veomni_trainer.data.media.decoding import EXTRA
 from veomni_trainer.data.media.sources import KINDS
 from veomni_trainer.data.reading import BadMedia, Unreadable
-from veomni_trainer.job.media_keys import PROCESSOR_FILES, PixelBudget
+from veomni_trainer.job.data_section import PixelBudget
+from veomni_trainer.job.source_keys import PROCESSOR_FILES
 from veomni_transformers.jobs.job_files import first_line
 from veomni_transformers.plugin_models import processor_in
 
