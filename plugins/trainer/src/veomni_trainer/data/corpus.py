@@ -196,7 +196,7 @@ def _training(data: DataSection, reader: _Reader) -> tuple[Rows, dict[str, Rows]
             parts.append(_some(rows, ~mask))
             validation[key] = _some(rows, mask)
             held_out = int(mask.sum())
-            learned = rows.learned(mask)
+            learned = int(rows.learned[mask].sum())
             what = replace(
                 what,
                 training=len(rows) - held_out,
