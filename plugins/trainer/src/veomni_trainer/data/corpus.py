@@ -10,28 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from veomni_core.errors import JobFileError
-from veomni_trainer.data.batches import CHAT, Batcher, learned_labels
+from veomni_trainer.data.batches import CHAT, Batcher, Metadata, learned_labels
 from veomni_trainer.data.files import find_files
-from veomni_trainer.data.media.batches import MediaBatcher, Metadata
 from veomni_trainer.data.media.processor import MediaProcessor
 from veomni_trainer.data.orders import WeightedOrder
 from veomni_trainer.data.read import read_documents
 from veomni_trainer.data.reading import Reading
 from veomni_trainer.data.sequences import Counts, Sequence, Sequences, arrange
 from veomni_trainer.data.streaming import Stream
-from veomni_trainer.data.token_cache import TokenCache, default_folder, key_of, uncached
-from veomni_trainer.data.token_store import TokenStore, write_store
+from veomni_trainer.data.token_store import TokenStore, cached, default_cache, key_of, uncached, write_store
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.data_section import DataSection
 from veomni_trainer.job.source_keys import Source
 from veomni_transformers.packed.document_positions import DocumentPositions
 
 Rows = Dataset[Sequence]
-_Mask = NDArray[np.bool_]
 
 _FIRST = 64  # sequences of a stream that are looked at
 
@@ -41,8 +37,7 @@ class ReadSource:
     """What was read of one source.
 
     Attributes:
-        key: the key of the job that names its files.
-        reading: which files were read, and what was left out.
+        reading: which files were read, by which key of the job, and what was left out.
         counts: what became of their tokens.
         weight: how often it is drawn, relative to other sources.
         training: how many sequences are trained on.
@@ -51,7 +46,6 @@ class ReadSource:
         learned: how many labels of the training sequences are learned, and how many of those for validation.
     """
 
-    key: str
     reading: Reading
     counts: Counts
     weight: float
@@ -127,17 +121,16 @@ class Corpus:
             lines = [f"data: {self.read[0].describe()}"]
         else:
             stream = " a stream, tokenized while the model trains" if isinstance(self.training, Stream) else ""
-            lines = [f"data:{stream}", *(f"  {source.key}: {source.describe()}" for source in self.read)]
+            lines = [f"data:{stream}", *(f"  {source.reading.key}: {source.describe()}" for source in self.read)]
         details = [f"  {line}" for source in self.read for line in source.reading.details()]
         return "\n".join([*lines, *details, *self.notes])
 
-    def batcher(self, multiple: int = 1, metadata: Metadata | None = None) -> Batcher | MediaBatcher:
+    def batcher(self, multiple: int = 1, metadata: Metadata | None = None) -> Batcher:
         """What makes batches of its sequences; their padded lengths are multiples of ``multiple``.
 
-        Those with media have what ``metadata`` gives for them too (:class:`MediaBatcher`).
+        Those with media have what ``metadata`` gives for them too.
         """
-        batcher = Batcher(self.padding, multiple, rows=4 if self.positions else 1)
-        return batcher if self.processor is None else MediaBatcher(batcher, self.processor, self.positions, metadata)
+        return Batcher(self.padding, multiple, self.processor, self.positions, metadata)
 
     @property
     def ends(self) -> dict[int, int]:
@@ -168,45 +161,50 @@ def read_corpus(data: DataSection, tokenizer: Tokenizer, seed: int = 0) -> Corpu
 
 def _read(data: DataSection, tokenizer: Tokenizer, seed: int) -> Corpus:
     reader = _Reader(data, tokenizer, seed)
-    if data.streaming:
-        for key, source in data.training_sources.items():
-            find_files(source, Reading(key))  # so that a file that isn't there is missed now
-        training: Rows | Stream = Stream(data, tokenizer, seed)
-        validation: dict[str, Rows] = {}
-        read: list[ReadSource] = []
-    else:
-        training, validation, read = _training(data, reader)
-    for key, source in data.validation_source.items():
-        rows, what = reader.read(key, source)
-        validation[key] = rows
-        read.append(replace(what, training=0, validation=what.training, learned=what.learned[::-1]))
-    notes = (*reader.notes, *_warnings(read, data.sequence_length))
-    return Corpus(training, validation, tuple(read), tokenizer.end, notes)
-
-
-def _training(data: DataSection, reader: _Reader) -> tuple[Rows, dict[str, Rows], list[ReadSource]]:
-    """What is trained on, what is held out of it for validation, and what was read."""
+    rows: Rows
     parts: list[Rows] = []
     validation: dict[str, Rows] = {}
     read: list[ReadSource] = []
     for key, source in data.training_sources.items():
+        if data.streaming:
+            find_files(source, Reading(key))  # so that a file that isn't there is missed now
+            continue
         rows, what = reader.read(key, source)
         if data.validation_fraction:
-            mask = _held_out(len(rows), data.validation_fraction, key)
-            parts.append(_some(rows, ~mask))
-            validation[key] = _some(rows, mask)
-            held_out = int(mask.sum())
-            learned = int(rows.learned[mask].sum())
-            what = replace(
-                what,
-                training=len(rows) - held_out,
-                validation=held_out,
-                learned=(what.counts.learned - learned, learned),
-            )
-        else:
-            parts.append(rows)
+            rows, validation[key], what = _divided(rows, what, data.validation_fraction)
+        parts.append(rows)
         read.append(what)
-    return parts[0] if len(parts) == 1 else ConcatDataset(parts), validation, read
+    for key, source in data.validation_source.items():
+        validation[key], what = reader.read(key, source)
+        read.append(replace(what, training=0, validation=what.training, learned=what.learned[::-1]))
+    if data.streaming:
+        training: Rows | Stream = Stream(data, tokenizer, seed)
+    else:
+        training = parts[0] if len(parts) == 1 else ConcatDataset(parts)
+    notes = (*reader.notes, *_warnings(read, data.sequence_length))
+    return Corpus(training, validation, tuple(read), tokenizer.end, notes)
+
+
+def _divided(rows: Sequences, what: ReadSource, fraction: float) -> tuple[Rows, Rows, ReadSource]:
+    """The part of a source that is trained on, and the one that is held out of it for validation.
+
+    The latter's rows are evenly spaced, so that every part of the text is in both.
+    """
+    count, chosen = len(rows), round(len(rows) * fraction)
+    if not 0 < chosen < count:
+        raise JobFileError(
+            f"data.validation_fraction: {fraction} of {count} sequences of {what.reading.key} leaves none to train on "
+            "or none to validate"
+        )
+    mask = np.zeros(count, np.bool_)
+    mask[((np.arange(chosen) + 0.5) * count / chosen).astype(int)] = True
+    learned = int(rows.learned[mask].sum())
+    # As arrays: lists of a large corpus' numbers would take gigabytes.
+    indices: list[Any] = [np.flatnonzero(~mask), np.flatnonzero(mask)]
+    training, validation = (Subset(rows, each) for each in indices)
+    left = what.counts.learned - learned
+    what = replace(what, training=count - chosen, validation=chosen, learned=(left, learned))
+    return training, validation, what
 
 
 class _Reader:
@@ -214,11 +212,7 @@ class _Reader:
 
     def __init__(self, data: DataSection, tokenizer: Tokenizer, seed: int) -> None:
         self._data, self._tokenizer, self._seed = data, tokenizer, seed
-        self._cache = TokenCache(_cache_folder(data)) if data.cache else None
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return tuple(f"note: {note}" for note in self._cache.notes) if self._cache else ()
+        self.notes: list[str] = []
 
     def read(self, key: str, source: Source) -> tuple[Sequences, ReadSource]:
         """The sequences of ``source``, all of them counted as training."""
@@ -231,21 +225,23 @@ class _Reader:
                 "(data.sequence_length)"
             )
         reading = replace(store.reading, key=key)
-        learned = counts.learned, 0
-        return sequences, ReadSource(key, reading, counts, source.weight, len(sequences), 0, learned=learned)
+        return sequences, ReadSource(
+            reading, counts, source.weight, len(sequences), validation=0, learned=(counts.learned, 0)
+        )
 
     def _store(self, key: str, source: Source) -> TokenStore:
         tokenizer, reading = self._tokenizer, Reading(key)
         documents = read_documents(source, tokenizer, reading)
         write = partial(write_store, documents=documents, reading=reading, vocabulary=tokenizer.vocab_size)
-        if self._cache is None:
+        if not self._data.cache:
             return uncached(write)
         files = [path for found in find_files(source, Reading(key)) for path in _files_at(found.path)]
         facts = source.model_dump(exclude={"files", "weight"})
         if (processor := self._tokenizer.processor) is not None:  # paths of media go from there
             facts["media"] = processor.taken
             facts["folders"] = sorted({str(path.parent.absolute()) for path in files})
-        return self._cache.get(key_of(files, source=facts, tokenizer=tokenizer.fingerprint), write)
+        folder = Path(self._data.cache) if isinstance(self._data.cache, str) else default_cache()
+        return cached(folder / key_of(files, source=facts, tokenizer=tokenizer.fingerprint), write, self.notes)
 
 
 def _check_learned(corpus: Corpus, data: DataSection) -> None:
@@ -253,7 +249,7 @@ def _check_learned(corpus: Corpus, data: DataSection) -> None:
     for number, kind in enumerate(("to train on", "to validate on")):
         sources = [source for source in corpus.read if (source.training, source.validation)[number]]
         if sources and not sum(source.learned[number] for source in sources):
-            counts = "; ".join(f"{source.key}: {source.counts.describe()}" for source in sources)
+            counts = "; ".join(f"{source.reading.key}: {source.counts.describe()}" for source in sources)
             raise JobFileError(
                 f"data.sequence_length: {data.sequence_length} tokens hold nothing that is learned, {kind}: documents "
                 f"are cut off before it, or hold nothing to learn ({counts}). Raise data.sequence_length, or write "
@@ -272,33 +268,11 @@ def _warnings(read: Iterable[ReadSource], length: int) -> Iterator[str]:
         left, whole = source.counts.learned, source.counts.learned_whole
         if 0 < left <= whole / 2:
             yield (
-                f"warning: {source.key}: {1 - left / whole:.0%} of the tokens that would be learned "
+                f"warning: {source.reading.key}: {1 - left / whole:.0%} of the tokens that would be learned "
                 f"({whole - left:,} of {whole:,}) lie past data.sequence_length {length:,}, and are not trained on"
             )
-
-
-def _cache_folder(data: DataSection) -> Path:
-    return Path(data.cache) if isinstance(data.cache, str) else default_folder()
 
 
 def _files_at(path: Path) -> list[Path]:
     """The file; of a folder that ``datasets`` saved, all files in it."""
     return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
-
-
-def _some(rows: Sequences, chosen: _Mask) -> Rows:
-    indices: Any = np.flatnonzero(chosen)  # as an array: a list of a large corpus' numbers would take gigabytes
-    return Subset(rows, indices)
-
-
-def _held_out(count: int, fraction: float, key: str) -> _Mask:
-    """A mask ``[count]`` of the rows for validation: evenly spaced, so that every part of the text is in both sets."""
-    mask = np.zeros(count, np.bool_)
-    chosen = round(count * fraction)
-    if not 0 < chosen < count:
-        raise JobFileError(
-            f"data.validation_fraction: {fraction} of {count} sequences of {key} leaves none to train on or none to "
-            "validate"
-        )
-    mask[((np.arange(chosen) + 0.5) * count / chosen).astype(int)] = True
-    return mask

@@ -1,4 +1,4 @@
-"""Reads a row's prompt and what follows it: both as text, or both as turns of a chat."""
+"""Reads a row's prompt and what follows it, both as text, or both as turns of a chat; and what labels say of a row."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from veomni_trainer.data.tables import Row
 from veomni_trainer.job.source_keys import Columns
 
 Said = str | list[Message]
+_VERDICTS = {"true": True, "false": False, "1": True, "0": False}  # as CSV holds them
 _TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
 
 
@@ -158,6 +159,25 @@ def text_of(row: Row, name: str) -> str:
         raise BadLine(f"column {name!r} must be text, got {shown(value)}")
     check_characters(value, f"column {name!r}")
     return value
+
+
+def verdict_of(row: Row, name: str) -> bool:
+    """Whether the row's completion is wanted. Raises BadLine if the column holds neither true nor false."""
+    value = value_of(row, name)
+    verdict = _VERDICTS.get(str(value).lower()) if isinstance(value, (bool, int, str)) else None
+    if verdict is None:
+        raise BadLine(f"column {name!r} must be true or false, got {shown(value)}")
+    return verdict
+
+
+def class_of(row: Row, name: str) -> str:
+    """The row's label as text. Raises BadLine if it is neither text, nor an integer, nor true or false."""
+    value = value_of(row, name)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) or (isinstance(value, str) and value.strip()):
+        return str(value)
+    raise BadLine(f"column {name!r} must be a label (text or an integer), got {shown(value)}")
 
 
 def _optional(row: Row, name: str | None) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,24 +52,20 @@ class Reading:
 
     key: str = "data.files"
     documents: int = 0
-    files: dict[str, int] = field(default_factory=dict)
+    files: Counter[str] = field(default_factory=Counter)
     columns: str = ""
     unused: list[str] = field(default_factory=list)
     sample: str = ""
-    ends: dict[str, int] = field(default_factory=dict)
-    left_unrendered: dict[str, int] = field(default_factory=dict)
+    ends: Counter[str] = field(default_factory=Counter)
+    left_unrendered: Counter[str] = field(default_factory=Counter)
     skipped: dict[str, list[str]] = field(default_factory=dict)
     empty_rows: int = 0
     bad_lines: int = 0
     first_bad_lines: list[str] = field(default_factory=list)
-    media: dict[str, int] = field(default_factory=dict)
+    media: Counter[str] = field(default_factory=Counter)
     media_tokens: int = 0
     bad_media: int = 0
     pictures: list[dict[str, str]] = field(default_factory=list)
-
-    def read_file(self, file_format: str) -> None:
-        """Count a file that was read."""
-        self.files[file_format] = self.files.get(file_format, 0) + 1
 
     def skip_file(self, path: Path, reason: str) -> None:
         """Count a file that is left out. The part of ``reason`` before a colon is the same for all such files."""
@@ -91,12 +88,11 @@ class Reading:
 
     def count_end(self, token: int | None) -> None:
         """Count the token with which a document is learned to end."""
-        key = str(-1 if token is None else token)  # text, as in JSON
-        self.ends[key] = self.ends.get(key, 0) + 1
+        self.ends[str(-1 if token is None else token)] += 1  # text, as in JSON
 
     def not_rendered(self, what: str) -> None:
         """Count something of a turn that the chat template left out."""
-        self.left_unrendered[what] = self.left_unrendered.get(what, 0) + 1
+        self.left_unrendered[what] += 1
 
     def details(self) -> list[str]:
         """A line each for the first row, for columns that are not read, and for what the chat template left out."""
@@ -113,7 +109,7 @@ class Reading:
 
     def to_dict(self) -> dict[str, Any]:
         """The counts, as JSON can hold them."""
-        return asdict(self)
+        return dict(vars(self))
 
     def _what(self) -> str:
         if not self.columns:

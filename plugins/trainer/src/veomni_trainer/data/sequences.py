@@ -141,6 +141,7 @@ class Counts:
         learned: how many labels are learned.
         learned_whole: how many would be, if no document were cut off.
         media_cut_off: how many documents were left out, since their media would be cut off.
+        what: what is counted as sequences; rows of methods are not made of tokens here.
     """
 
     tokens: int
@@ -151,10 +152,11 @@ class Counts:
     learned: int = 0
     learned_whole: int = 0
     media_cut_off: int = 0
+    what: str = "sequences"
 
     def describe(self) -> str:
         """``6 tokens, 3 sequences, 0 tokens left over``."""
-        words = [f"{self.tokens:,} tokens", f"{self.sequences:,} sequences"]
+        words = [*([f"{self.tokens:,} tokens"] if self.tokens else ()), f"{self.sequences:,} {self.what}"]
         if self.fill_rate is not None:
             words.append(f"{self.fill_rate:.1%} full")
         if self.truncated:

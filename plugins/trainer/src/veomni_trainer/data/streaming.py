@@ -6,6 +6,7 @@ each sequence into Arrow and back into lists, which takes ten times as long.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
 
@@ -38,9 +39,9 @@ class Stream(IterableDataset[Sequence]):
         ends: how many of the documents read so far are learned to end with which token, as of :class:`Reading`.
     """
 
-    def __init__(self, data: DataSection, tokenizer: Tokenizer, seed: int, ends: dict[str, int] | None = None) -> None:
+    def __init__(self, data: DataSection, tokenizer: Tokenizer, seed: int, ends: Counter[str] | None = None) -> None:
         self._data, self._tokenizer, self._seed = data, tokenizer, seed
-        self.ends: dict[str, int] = {} if ends is None else ends
+        self.ends: Counter[str] = Counter() if ends is None else ends
         self._batch_size = self._ranks_per_batch = 1
 
     def in_batches(self, batch_size: int, ranks_per_batch: int) -> Stream:
