@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from veomni_core.errors import JobFileError
@@ -19,9 +23,9 @@ from veomni_trainer.data.media.processor import MediaProcessor
 from veomni_trainer.data.orders import WeightedOrder
 from veomni_trainer.data.read import read_documents
 from veomni_trainer.data.reading import Reading
-from veomni_trainer.data.sequences import Counts, Sequence, Sequences, arrange
+from veomni_trainer.data.sequences import Sequence, Sequences, arrange
 from veomni_trainer.data.streaming import Stream
-from veomni_trainer.data.token_store import TokenStore, cached, default_cache, key_of, uncached, write_store
+from veomni_trainer.data.token_store import TokenStore, cached, default_cache, key_of, write_store
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.data_section import DataSection
 from veomni_trainer.job.source_keys import Source
@@ -29,42 +33,7 @@ from veomni_transformers.packed.document_positions import DocumentPositions
 
 Rows = Dataset[Sequence]
 
-_FIRST = 64  # sequences of a stream that are looked at
-
-
-@dataclass(frozen=True)
-class ReadSource:
-    """What was read of one source.
-
-    Attributes:
-        reading: which files were read, by which key of the job, and what was left out.
-        counts: what became of their tokens.
-        weight: how often it is drawn, relative to other sources.
-        training: how many sequences are trained on.
-        validation: how many are validated on.
-        epochs: how often a training goes through it, on average over all seeds; ``None`` where nothing is drawn.
-        learned: how many labels of the training sequences are learned, and how many of those for validation.
-    """
-
-    reading: Reading
-    counts: Counts
-    weight: float
-    training: int
-    validation: int
-    epochs: float | None = None
-    learned: tuple[int, int] = (0, 0)
-
-    def describe(self) -> str:
-        """Its part of the line for the terminal."""
-        held_out = f", {self.validation:,} of them for validation" if self.validation else ""
-        drawn = f"; weight {self.weight:g}, {self.epochs:,.1f} epochs" if self.epochs is not None else ""
-        return f"{self.reading.describe()}; {self.counts.describe()}{held_out}{drawn}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same, as JSON can hold it."""
-        mixed = {"weight": self.weight, "epochs": self.epochs} if self.epochs is not None else {}
-        sequences = {"training": self.training, "validation": self.validation}
-        return {**self.reading.to_dict(), "description": self.describe(), **asdict(self.counts), **sequences, **mixed}
+_SAMPLES = 64  # sequences that are hashed, or of a stream looked at
 
 
 @dataclass(frozen=True)
@@ -74,7 +43,7 @@ class Corpus:
     Attributes:
         training: what is trained on; a :class:`Stream` has no length.
         validation: what is validated on, by the key of the job that names it.
-        read: what was read, by the same keys.
+        read: what was read of each source.
         padding: the token id that a batch is padded with.
         notes: what the user should hear of.
         draws: of a mixture, how many sequences a training takes.
@@ -84,7 +53,7 @@ class Corpus:
 
     training: Rows | Stream
     validation: Mapping[str, Rows]
-    read: tuple[ReadSource, ...]
+    read: tuple[Reading, ...]
     padding: int
     notes: tuple[str, ...] = ()
     draws: int = 0
@@ -118,11 +87,11 @@ class Corpus:
     def describe(self) -> str:
         """A line for the terminal, and one for each of several sources."""
         if len(self.read) == 1 and not isinstance(self.training, Stream):
-            lines = [f"data: {self.read[0].describe()}"]
+            lines = [f"data: {self.read[0].describe_all()}"]
         else:
             stream = " a stream, tokenized while the model trains" if isinstance(self.training, Stream) else ""
-            lines = [f"data:{stream}", *(f"  {source.reading.key}: {source.describe()}" for source in self.read)]
-        details = [f"  {line}" for source in self.read for line in source.reading.details()]
+            lines = [f"data:{stream}", *(f"  {source.key}: {source.describe_all()}" for source in self.read)]
+        details = [f"  {line}" for source in self.read for line in source.details()]
         return "\n".join([*lines, *details, *self.notes])
 
     def batcher(self, multiple: int = 1, metadata: Metadata | None = None) -> Batcher:
@@ -135,11 +104,30 @@ class Corpus:
     @property
     def ends(self) -> dict[int, int]:
         """How many documents that are trained on are learned to end with which token; ``-1``: with none of its own."""
-        readings = [source.reading.ends for source in self.read if source.training]
+        readings = [source.ends for source in self.read if source.training]
         totals: Counter[int] = Counter()
         for ends in [*readings, *([self.training.ends] if isinstance(self.training, Stream) else ())]:
             totals.update({int(token): count for token, count in ends.items()})
         return dict(totals)
+
+    def fingerprint(self) -> str:
+        """The number of training sequences and a hash of some of them, as JSON: whether two jobs train on the same.
+
+        They are spread evenly over all, with the last among them. A text that became longer or shorter moves the
+        boundaries of all sequences after it, so these differ too. Of a stream, which has no number of them, they are
+        the first ones.
+        """
+        digest = hashlib.sha256()
+        training: Any = self.training
+        if isinstance(training, Stream):
+            some = training.first(_SAMPLES)
+        else:
+            chosen = np.unique(np.linspace(0, len(training) - 1, _SAMPLES).astype(int))
+            some = (training[int(index)] for index in chosen)
+        for sequence in some:
+            for _, values in sorted(sequence.items()):
+                digest.update(_as_bytes(values))
+        return json.dumps({"sequences": self.sequences, "sha256": digest.hexdigest()})
 
 
 def read_corpus(data: DataSection, tokenizer: Tokenizer, seed: int = 0) -> Corpus:
@@ -153,8 +141,8 @@ def read_corpus(data: DataSection, tokenizer: Tokenizer, seed: int = 0) -> Corpu
     """
     corpus = _read(data, tokenizer, seed)
     _check_learned(corpus, data)
-    first = corpus.training.first(_FIRST) if isinstance(corpus.training, Stream) else ()
-    if any(source.reading.media for source in corpus.read) or any(CHAT in each for each in first):
+    first = corpus.training.first(_SAMPLES) if isinstance(corpus.training, Stream) else ()
+    if any(source.media for source in corpus.read) or any(CHAT in each for each in first):
         return replace(corpus, processor=tokenizer.processor)
     return corpus
 
@@ -164,7 +152,7 @@ def _read(data: DataSection, tokenizer: Tokenizer, seed: int) -> Corpus:
     rows: Rows
     parts: list[Rows] = []
     validation: dict[str, Rows] = {}
-    read: list[ReadSource] = []
+    read: list[Reading] = []
     for key, source in data.training_sources.items():
         if data.streaming:
             find_files(source, Reading(key))  # so that a file that isn't there is missed now
@@ -176,7 +164,7 @@ def _read(data: DataSection, tokenizer: Tokenizer, seed: int) -> Corpus:
         read.append(what)
     for key, source in data.validation_source.items():
         validation[key], what = reader.read(key, source)
-        read.append(replace(what, training=0, validation=what.training, learned=what.learned[::-1]))
+        read.append(replace(what, training=0, validation=what.training, learned_validation=what.learned))
     if data.streaming:
         training: Rows | Stream = Stream(data, tokenizer, seed)
     else:
@@ -185,7 +173,7 @@ def _read(data: DataSection, tokenizer: Tokenizer, seed: int) -> Corpus:
     return Corpus(training, validation, tuple(read), tokenizer.end, notes)
 
 
-def _divided(rows: Sequences, what: ReadSource, fraction: float) -> tuple[Rows, Rows, ReadSource]:
+def _divided(rows: Sequences, what: Reading, fraction: float) -> tuple[Rows, Rows, Reading]:
     """The part of a source that is trained on, and the one that is held out of it for validation.
 
     The latter's rows are evenly spaced, so that every part of the text is in both.
@@ -193,7 +181,7 @@ def _divided(rows: Sequences, what: ReadSource, fraction: float) -> tuple[Rows, 
     count, chosen = len(rows), round(len(rows) * fraction)
     if not 0 < chosen < count:
         raise JobFileError(
-            f"data.validation_fraction: {fraction} of {count} sequences of {what.reading.key} leaves none to train on "
+            f"data.validation_fraction: {fraction} of {count} sequences of {what.key} leaves none to train on "
             "or none to validate"
         )
     mask = np.zeros(count, np.bool_)
@@ -202,8 +190,7 @@ def _divided(rows: Sequences, what: ReadSource, fraction: float) -> tuple[Rows, 
     # As arrays: lists of a large corpus' numbers would take gigabytes.
     indices: list[Any] = [np.flatnonzero(~mask), np.flatnonzero(mask)]
     training, validation = (Subset(rows, each) for each in indices)
-    left = what.counts.learned - learned
-    what = replace(what, training=count - chosen, validation=chosen, learned=(left, learned))
+    what = replace(what, training=count - chosen, validation=chosen, learned_validation=learned)
     return training, validation, what
 
 
@@ -214,27 +201,25 @@ class _Reader:
         self._data, self._tokenizer, self._seed = data, tokenizer, seed
         self.notes: list[str] = []
 
-    def read(self, key: str, source: Source) -> tuple[Sequences, ReadSource]:
+    def read(self, key: str, source: Source) -> tuple[Sequences, Reading]:
         """The sequences of ``source``, all of them counted as training."""
         data, store = self._data, self._store(key, source)
         end, skips = self._tokenizer.end, source.media_errors == "skip"
-        sequences, counts = arrange(store, data.sequence_length, data.packing, end, self._seed, skips)
-        if not counts.sequences:
+        sequences, reading = arrange(store, data.sequence_length, data.packing, end, self._seed, skips)
+        if not reading.sequences:
             raise JobFileError(
-                f"{key}: {counts.tokens:,} tokens are fewer than one sequence of {data.sequence_length:,} "
+                f"{key}: {reading.tokens:,} tokens are fewer than one sequence of {data.sequence_length:,} "
                 "(data.sequence_length)"
             )
-        reading = replace(store.reading, key=key)
-        return sequences, ReadSource(
-            reading, counts, source.weight, len(sequences), validation=0, learned=(counts.learned, 0)
-        )
+        return sequences, replace(reading, key=key, weight=source.weight)
 
     def _store(self, key: str, source: Source) -> TokenStore:
         tokenizer, reading = self._tokenizer, Reading(key)
         documents = read_documents(source, tokenizer, reading)
         write = partial(write_store, documents=documents, reading=reading, vocabulary=tokenizer.vocab_size)
         if not self._data.cache:
-            return uncached(write)
+            with tempfile.TemporaryDirectory(prefix="veomni-tokens-") as name:  # a file that is mapped may be removed
+                return cached(Path(name) / "store", write, self.notes)
         files = [path for found in find_files(source, Reading(key)) for path in _files_at(found.path)]
         facts = source.model_dump(exclude={"files", "weight"})
         if (processor := self._tokenizer.processor) is not None:  # paths of media go from there
@@ -248,27 +233,28 @@ def _check_learned(corpus: Corpus, data: DataSection) -> None:
     """Raise JobFileError where nothing is left to learn; warn in the corpus' notes where half of it is cut off."""
     for number, kind in enumerate(("to train on", "to validate on")):
         sources = [source for source in corpus.read if (source.training, source.validation)[number]]
-        if sources and not sum(source.learned[number] for source in sources):
-            counts = "; ".join(f"{source.reading.key}: {source.counts.describe()}" for source in sources)
+        learned = [(each.learned - each.learned_validation, each.learned_validation)[number] for each in sources]
+        if sources and not sum(learned):
+            counts = "; ".join(f"{source.key}: {source.describe_sequences()}" for source in sources)
             raise JobFileError(
                 f"data.sequence_length: {data.sequence_length} tokens hold nothing that is learned, {kind}: documents "
                 f"are cut off before it, or hold nothing to learn ({counts}). Raise data.sequence_length, or write "
                 "data.loss_on: all"
             )
     stream = corpus.training if isinstance(corpus.training, Stream) else None
-    if stream and not any(learned_labels(each["labels"]) for each in stream.first(_FIRST)):
+    if stream and not any(learned_labels(each["labels"]) for each in stream.first(_SAMPLES)):
         raise JobFileError(
-            f"data.sequence_length: the first {_FIRST} sequences of the stream hold nothing that is learned in "
+            f"data.sequence_length: the first {_SAMPLES} sequences of the stream hold nothing that is learned in "
             f"{data.sequence_length} tokens. Raise data.sequence_length, or write data.loss_on: all"
         )
 
 
-def _warnings(read: Iterable[ReadSource], length: int) -> Iterator[str]:
+def _warnings(read: Iterable[Reading], length: int) -> Iterator[str]:
     for source in read:
-        left, whole = source.counts.learned, source.counts.learned_whole
+        left, whole = source.learned, source.learned_whole
         if 0 < left <= whole / 2:
             yield (
-                f"warning: {source.reading.key}: {1 - left / whole:.0%} of the tokens that would be learned "
+                f"warning: {source.key}: {1 - left / whole:.0%} of the tokens that would be learned "
                 f"({whole - left:,} of {whole:,}) lie past data.sequence_length {length:,}, and are not trained on"
             )
 
@@ -276,3 +262,14 @@ def _warnings(read: Iterable[ReadSource], length: int) -> Iterator[str]:
 def _files_at(path: Path) -> list[Path]:
     """The file; of a folder that ``datasets`` saved, all files in it."""
     return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+
+
+def _as_bytes(value: Any) -> bytes:
+    """A tensor's numbers; of chats with media their text; what else is in a row, as JSON: text, and images' pixels."""
+    if isinstance(value, list) and value and isinstance(value[0], tuple):
+        return "".join(chat.text for _, chat in value).encode()
+    return value.numpy().tobytes() if isinstance(value, Tensor) else json.dumps(value, default=_hash_of).encode()
+
+
+def _hash_of(image: Any) -> str:
+    return hashlib.sha256(image.tobytes()).hexdigest()

@@ -13,8 +13,8 @@ import numpy as np
 from veomni_core.commands import shown
 from veomni_trainer.data.columns import describe, find_columns
 from veomni_trainer.data.documents import Document, Example
-from veomni_trainer.data.messages import Message, read_messages
-from veomni_trainer.data.prompts import text_of, value_of, with_system
+from veomni_trainer.data.messages import Message
+from veomni_trainer.data.prompts import text_of, value_of
 from veomni_trainer.data.reading import BadLine, Reading, Unreadable
 from veomni_trainer.data.source_reader import SourceReader
 from veomni_trainer.data.tables import Row
@@ -37,7 +37,7 @@ def read_documents(
     Raises:
         JobFileError: there is nothing to read, a file is unreadable, or a line is and ``bad_lines`` is ``stop``.
     """
-    for batch in _batches(_DocumentReader(source, tokenizer, reading, streaming).items()):
+    for batch in _batches(_DocumentReader(source, tokenizer, reading, streaming=streaming).items()):
         encoded = iter(tokenizer.encode([each for each in batch if isinstance(each, Example)]))
         for each in batch:
             document = next(encoded) if isinstance(each, Example) else each
@@ -61,10 +61,6 @@ def _batches(items: Iterator[Example | Document]) -> Iterator[list[Example | Doc
 class _DocumentReader(SourceReader[Example | Document]):
     """Makes a document of each row of one source. A file of text is a document too."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, reading: Reading, streaming: bool) -> None:
-        super().__init__(source, tokenizer, reading, tokenizer.no_media, streaming)
-        self._tokenizer = tokenizer
-
     def _find(self, there: Mapping[str, str], may_have_more: bool) -> Columns:
         return find_columns(there, may_have_more)
 
@@ -83,22 +79,14 @@ class _DocumentReader(SourceReader[Example | Document]):
             self._prompts.check_template(columns.messages)
         return describe(columns, loss_on, self._prompts.form)
 
-    def _item(self, row: Row, number: int, columns: Columns) -> Example | Document | None:
+    def _item(self, row: Row, columns: Columns, origin: str) -> Example | Document | None:
         if columns.input_ids is not None:
             return _tokens(row, columns, self._source.loss_on, self._tokenizer.vocab_size)
         if columns.text is not None:
-            return Example(text) if (text := text_of(row, columns.text)) else None
+            return self._text(text) if (text := text_of(row, columns.text)) else None
         if columns.messages is None:
-            return self._pair(row, number, columns)
-        turns = read_messages(value_of(row, columns.messages), no_media=self._no_media)
-        system = columns.system or ""
-        return self._chat(row, number, with_system(turns, text_of(row, system) if row.get(system) else ""), columns)
-
-    def _read(self, row: Row, number: int) -> Example | Document | None:
-        read = super()._read(row, number)
-        if self._processor is not None and isinstance(read, Example):
-            self._processor.check_words(read.text)
-        return read
+            return self._pair(row, columns, origin)
+        return self._chat(row, columns, self._prompts.chat(row), origin)
 
     def _show(self, item: Example | Document) -> None:
         if isinstance(item, Document):
@@ -107,9 +95,15 @@ class _DocumentReader(SourceReader[Example | Document]):
         self._reading.show(item)
 
     def _text(self, text: str) -> Example:
-        return Example(text)
+        return self._checked(Example(text))
 
-    def _pair(self, row: Row, number: int, columns: Columns) -> Example | Document:
+    def _checked(self, example: Example) -> Example:
+        """The example, whose words hold no token in whose place the model takes media."""
+        if self._processor is not None:
+            self._processor.check_words(example.text)
+        return example
+
+    def _pair(self, row: Row, columns: Columns, origin: str) -> Example | Document:
         """A prompt and what follows it. The end token is learned too, since the completion ends there."""
         loss_on, tools = self._source.loss_on, columns.tools or ""
         prompt, answers = self._prompts.read(row, ("completion",))
@@ -119,18 +113,18 @@ class _DocumentReader(SourceReader[Example | Document]):
                 raise BadLine(f"column {tools!r} is not empty, and texts have no place for tools")
             self._refuse_beside_text(row, columns)
             text = prompt + completion
-            return Example(text, None if loss_on == "all" else ((len(prompt), len(text)),))
+            return self._checked(Example(text, None if loss_on == "all" else ((len(prompt), len(text)),)))
         assert not isinstance(prompt, str) and not isinstance(completion, str)
         for message in prompt if loss_on != "all" else ():
             message.excluded = True
-        return self._chat(row, number, [*prompt, *completion], columns)
+        return self._chat(row, columns, [*prompt, *completion], origin)
 
-    def _chat(self, row: Row, number: int, messages: list[Message], columns: Columns) -> Example | Document:
+    def _chat(self, row: Row, columns: Columns, messages: list[Message], origin: str) -> Example | Document:
         """A chat; one with media, or from a table that has columns of them, by the model's processor."""
         if (media := self._media_of(row, columns, messages)) is not None:
-            return media.document(row, columns, messages, self._path, f"{self._path}, {self._unit} {number}")
+            return media.document(row, columns, messages, self._path, origin)
         assert self._chats is not None  # or its template was missed
-        return self._chats.example(messages, row.get(columns.tools or ""))
+        return self._checked(self._chats.example(messages, row.get(columns.tools or "")))
 
 
 def _tokens(row: Row, columns: Columns, loss_on: str, vocabulary: int) -> Document | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -15,16 +14,14 @@ from transformers import PreTrainedTokenizerBase
 
 from veomni_core.errors import JobFileError
 from veomni_trainer.data.columns import check_columns, find_columns_of, names_of
-from veomni_trainer.data.corpus import Corpus, ReadSource
+from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.documents import Document, Example
 from veomni_trainer.data.media.decoding import decode
-from veomni_trainer.data.media.placing import has_places
 from veomni_trainer.data.media.processor import MediaProcessor
 from veomni_trainer.data.media.sources import Medium
 from veomni_trainer.data.messages import ASSISTANT, Message, check_characters, read_tools, words_of
 from veomni_trainer.data.prompts import Said, class_of, text_of, verdict_of
 from veomni_trainer.data.reading import BadLine, BadMedia, Reading
-from veomni_trainer.data.sequences import Counts
 from veomni_trainer.data.source_reader import SourceReader
 from veomni_trainer.data.tables import Row
 from veomni_trainer.data.tokens import Tokenizer
@@ -68,8 +65,7 @@ def read_rows(source: Source, tokenizer: Tokenizer, train: TrainSection) -> Corp
         ) from None
     repeated = train.drawn.num_generations if train.drawn else 1
     what = _WHAT.get(train.columns) or ("labelled texts" if train.method == "classify" else "judged completions")
-    counts = Counts(0, len(rows), what=what)
-    read = ReadSource(reading, counts, source.weight, len(rows) * repeated, 0)
+    read = replace(reading, what=what, sequences=len(rows), training=len(rows) * repeated)
     return Corpus(dataset, {}, (read,), tokenizer.end, processor=tokenizer.processor if reading.media else None)
 
 
@@ -131,7 +127,7 @@ def check_answers(
             )
         cut += sum(len(each) > longest for each in whole)
         if whole and train.method != "reward" and row.get("label", True):
-            corpus.read[0].reading.count_end(end_of(Document(np.asarray(whole[0], np.uint32))))
+            corpus.read[0].count_end(end_of(Document(np.asarray(whole[0], np.uint32))))
         same += len(whole) == 2 and whole[0][:longest] == whole[1][:longest]
     if same and same == number:
         raise JobFileError(
@@ -151,22 +147,22 @@ def _whole(
     row: Mapping[str, Any], name: str, tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None
 ) -> list[int]:
     """The tokens of a row's prompt with the answer ``name``, as TRL's trainers count them."""
-    said = row["prompt"] + row[name]
+    said, end = row["prompt"] + row[name], str(tokenizer.eos_token)
     if processor is not None:
         return list(prompt_inputs({**row, "prompt": said}, processor, is_asked=False)["input_ids"][0])
-    if isinstance(said, str):
-        end = str(tokenizer.eos_token)
-        return list(tokenizer(said if said.endswith(end) else said + end)["input_ids"])  # type: ignore[arg-type]
-    encoded: Any = tokenizer.apply_chat_template(said, tools=row.get(TOOLS), return_dict=True)
-    return list(encoded["input_ids"])
+    if isinstance(said, str) and not said.endswith(end):
+        said += end
+    return prompt_ids({**row, "prompt": said}, tokenizer, is_asked=False)
 
 
-def prompt_ids(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, name: str = "prompt") -> list[int]:
-    """The tokens of a row's prompt, or of the text in another column."""
+def prompt_ids(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, name: str = "prompt", is_asked: bool = True
+) -> list[int]:
+    """The tokens of a row's prompt, or of the text in another column; of turns for an answer, if it ``is_asked``."""
     prompt, tools = row[name], row.get(TOOLS)
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])  # type: ignore[arg-type]
-    encoded: Any = tokenizer.apply_chat_template(prompt, tools=tools, add_generation_prompt=True, return_dict=True)
+    encoded: Any = tokenizer.apply_chat_template(prompt, tools=tools, add_generation_prompt=is_asked, return_dict=True)
     return list(encoded["input_ids"])
 
 
@@ -193,10 +189,10 @@ class _RowReader(SourceReader[dict[str, Any]]):
         self._written = None if self._classifies else self._written
         self._images_alone = f"train.method: {train.method} takes images in prompts alone, by TRL's trainer"
 
-    def _begin(self, there: Mapping[str, str], has_schema: bool, path: Path) -> list[str]:
+    def _begin(self, there: Mapping[str, str], has_schema: bool) -> list[str]:
         if self._classifies:
             check_columns(self._wanted, there)
-        names = [*dict.fromkeys([*super()._begin(there, has_schema, path), *self._wanted])]
+        names = [*dict.fromkeys([*super()._begin(there, has_schema), *self._wanted])]
         unused = () if self._draws else self._reading.unused  # other columns of prompts are for the reward
         self._reading.unused = [name for name in unused if name not in self._wanted]
         return [*there] if self._draws else names
@@ -210,7 +206,7 @@ class _RowReader(SourceReader[dict[str, Any]]):
         used = self._wanted if self._classifies else names_of(columns)
         return f"columns {', '.join(repr(name) for name in used if name in there)}"
 
-    def _item(self, row: Row, number: int, columns: Columns) -> dict[str, Any]:
+    def _item(self, row: Row, columns: Columns, origin: str) -> dict[str, Any]:
         tools: list[dict[str, Any]] | None = None
         images: list[Medium] | None = None
         read: dict[str, Any]
@@ -261,7 +257,7 @@ class _RowReader(SourceReader[dict[str, Any]]):
         answered = [turn for each in turns for turn in each]
         if (reader := self._media_of(row, columns, [*prompt, *answered])) is None:
             return prompt, None
-        if has_places(answered, self._source.placeholders):
+        if reader.placing.has_places(answered):
             raise BadMedia(f"an answer has a place for media, and {self._images_alone}")
         placed, media = reader.prompt(row, columns, prompt, self._path, turns)
         if others := [each.kind for each in media if each.kind != "image"]:

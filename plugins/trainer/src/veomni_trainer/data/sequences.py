@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from veomni_core.errors import JobFileError
 from veomni_core.kernels import IGNORED
 from veomni_trainer.data.batches import CHAT
 from veomni_trainer.data.packing import Indices, Pieces, pack
+from veomni_trainer.data.reading import Reading
 from veomni_trainer.data.token_store import TokenStore
 
 Sequence = dict[str, Any]  # of tensors; and where there are chats with media, each with its part of the tokens
@@ -128,52 +129,10 @@ class Documents(Sequences):
         return {CHAT: chats} if chats else {}
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What became of the tokens.
-
-    Attributes:
-        tokens: how many were read.
-        sequences: how many sequences they are, those for validation included.
-        left_over: how many at the end are too few for one more sequence.
-        truncated: how many documents were cut off.
-        fill_rate: of packed sequences, the part that is not padding.
-        learned: how many labels are learned.
-        learned_whole: how many would be, if no document were cut off.
-        media_cut_off: how many documents were left out, since their media would be cut off.
-        what: what is counted as sequences; rows of methods are not made of tokens here.
-    """
-
-    tokens: int
-    sequences: int
-    left_over: int = 0
-    truncated: int = 0
-    fill_rate: float | None = None
-    learned: int = 0
-    learned_whole: int = 0
-    media_cut_off: int = 0
-    what: str = "sequences"
-
-    def describe(self) -> str:
-        """``6 tokens, 3 sequences, 0 tokens left over``."""
-        words = [*([f"{self.tokens:,} tokens"] if self.tokens else ()), f"{self.sequences:,} {self.what}"]
-        if self.fill_rate is not None:
-            words.append(f"{self.fill_rate:.1%} full")
-        if self.truncated:
-            words.append(f"{self.truncated:,} documents cut off at data.sequence_length")
-        if self.media_cut_off:
-            words.append(f"{self.media_cut_off:,} rows left out, whose media end after data.sequence_length")
-        if self.learned < self.learned_whole:
-            words.append(f"{self.learned:,} of {self.learned_whole:,} learned tokens left")
-        if self.left_over:
-            words.append(f"{self.left_over:,} tokens left over")
-        return ", ".join(words)
-
-
 def arrange(
     store: TokenStore, length: int, packing: bool, padding: int, seed: int, skips_media: bool = False
-) -> tuple[Sequences, Counts]:
-    """The documents of ``store`` as sequences of at most ``length``.
+) -> tuple[Sequences, Reading]:
+    """The documents of ``store`` as sequences of at most ``length``, and what was read with the counts of these.
 
     A document whose media would be cut off is an error, or left out if ``skips_media``. Without ``packing``, documents
     of which everything is learned are text and joined; others get a sequence each.
@@ -188,9 +147,11 @@ def arrange(
     truncated = 0 if store.learned is None else int((store.ends - store.starts > length).sum())
     if truncated:
         whole = int(learned_in(store, Pieces(store.starts, store.ends - store.starts)).sum())
-    return sequences, Counts(
+    return sequences, replace(
+        store.reading,
         tokens=len(store.ids),
         sequences=len(sequences),
+        training=len(sequences),
         left_over=left_over,
         truncated=truncated,
         fill_rate=sequences.fill_rate,

@@ -14,12 +14,10 @@ from veomni_trainer.data.columns import (
     check_columns,
     check_unread,
     names_of,
-    refuse_media,
     unread_that_matter,
     with_media,
 )
 from veomni_trainer.data.files import DATASET, HUB, TEXT, FoundFile, find_files, other_kind
-from veomni_trainer.data.media.placing import has_places
 from veomni_trainer.data.media.rows import MediaRows
 from veomni_trainer.data.messages import Message
 from veomni_trainer.data.prompts import PromptReader
@@ -46,7 +44,7 @@ class SourceReader(ABC, Generic[Item]):
         source: the source.
         tokenizer: that of the job.
         reading: counts what was read.
-        no_media: why rows may have no images, video and audio; empty if they may.
+        no_media: why rows may have no images, video and audio; empty if they may. By default the tokenizer says it.
         streaming: whether a data set of the Hub is read from there, and not downloaded first.
     """
 
@@ -54,13 +52,21 @@ class SourceReader(ABC, Generic[Item]):
     """The columns that a table must have, for messages; empty where a file of text is an item too."""
 
     def __init__(
-        self, source: Source, tokenizer: Tokenizer, reading: Reading, no_media: str, streaming: bool = False
+        self,
+        source: Source,
+        tokenizer: Tokenizer,
+        reading: Reading,
+        no_media: str | None = None,
+        streaming: bool = False,
     ) -> None:
-        self._source, self._reading, self._no_media, self._streaming = source, reading, no_media, streaming
+        self._source, self._tokenizer, self._reading, self._streaming = source, tokenizer, reading, streaming
         self._written, self._processor = source.columns, tokenizer.processor
+        self._no_media = tokenizer.no_media if no_media is None else no_media
         self._chats = Chats(tokenizer.chats, source.loss_on, reading.not_rendered) if tokenizer.chats else None
         self._columns: Columns | None = None
         self._media: MediaRows | None = None
+        if self._processor is not None and not self._no_media:
+            self._media = MediaRows(source, self._processor, reading)
 
     @abstractmethod
     def _find(self, there: Mapping[str, str], may_have_more: bool) -> Columns:
@@ -71,15 +77,20 @@ class SourceReader(ABC, Generic[Item]):
         """What is read, in words. Raises Unreadable if an item can't be made of it."""
 
     @abstractmethod
-    def _item(self, row: Row, number: int, columns: Columns) -> Item | None:
-        """As :meth:`_read`, of a row that has ``columns``."""
+    def _item(self, row: Row, columns: Columns, origin: str) -> Item | None:
+        """The item of a row that has ``columns``, or ``None`` if it is empty; ``origin`` is its file and number.
+
+        Raises:
+            BadLine: the row holds something else.
+            Unreadable: nothing can be learned from such rows.
+        """
 
     @abstractmethod
     def _show(self, item: Item) -> None:
         """Keep the first item, for the user to see how rows are read."""
 
     def _text(self, text: str) -> Item:
-        """The item of a file of text, where that is one."""
+        """The item of a file of text, where that is one. Raises BadMedia if it holds a token of media."""
         raise NotImplementedError
 
     def items(self) -> Iterator[Item]:
@@ -131,13 +142,12 @@ class SourceReader(ABC, Generic[Item]):
             self._leave_out(file, f"is text, and this train.method needs a table of {self._needs}")
         elif file.format == TEXT:
             try:
-                text = read_text(file.path)
-                if self._processor is not None:
-                    self._processor.check_words(text)
+                item = self._text(read_text(file.path))
             except (Unreadable, BadMedia) as problem:
                 self._leave_out(file, str(problem))
             else:
-                yield self._counted(self._text(text))
+                self._reading.documents += 1
+                yield item
                 self._reading.files[TEXT] += 1
         else:
             try:
@@ -147,33 +157,31 @@ class SourceReader(ABC, Generic[Item]):
 
     def _table(self, file: FoundFile, file_format: str) -> Iterator[Item]:
         table = open_table(file.path, file_format, self._source, self._streaming)
-        there = table.columns()
-        wanted = self._begin(there, table.has_schema, file.path) if there else ()
+        self._path, there = file.path, table.columns()
+        wanted = self._begin(there, table.has_schema) if there else ()
         number = 0
         for number, row in table.rows(wanted):
+            origin = f"{file.path}, {table.unit} {number}"
             try:
                 if isinstance(row, BadLine):
                     raise row
-                item = self._read(row, number)
+                item = self._read(row, origin)
             except BadLine as problem:
-                self._bad_line(f"{file.path}, {table.unit} {number}: {problem}", isinstance(problem, BadMedia))
+                self._bad_line(f"{origin}: {problem}", isinstance(problem, BadMedia))
             except Unreadable as problem:
-                raise JobFileError(f"{self._reading.key}: {file.path}, {table.unit} {number}: {problem}") from None
+                raise JobFileError(f"{self._reading.key}: {origin}: {problem}") from None
             else:
                 if item is None:
                     self._reading.empty_rows += 1
                 else:
                     if not self._reading.sample:
                         self._show(item)
-                    yield self._counted(item)
+                    self._reading.documents += 1
+                    yield item
         if number:
             self._reading.files[file_format] += 1
         else:
             self._leave_out(file, "is without rows")
-
-    def _counted(self, item: Item) -> Item:
-        self._reading.documents += 1
-        return item
 
     def _bad_line(self, problem: str, is_media: bool) -> None:
         key, such = ("media_errors", "rows") if is_media else ("bad_lines", "lines")
@@ -189,8 +197,8 @@ class SourceReader(ABC, Generic[Item]):
             raise JobFileError(f"{self._reading.key}: {file.path} {reason}")
         self._reading.skip_file(file.path, reason)
 
-    def _begin(self, there: Mapping[str, str], has_schema: bool, path: Path) -> list[str]:
-        """Prepare for the rows of the table ``path`` with the columns ``there``; returns the names of those to read.
+    def _begin(self, there: Mapping[str, str], has_schema: bool) -> list[str]:
+        """Prepare for the rows of a table with the columns ``there``; returns the names of those to read.
 
         Raises:
             Unreadable: it can't be said which they are, or nothing can be learned from them.
@@ -198,7 +206,8 @@ class SourceReader(ABC, Generic[Item]):
         if self._columns is None:
             found = self._written or self._find(there, not has_schema)
             if self._no_media:
-                refuse_media(found, self._no_media)
+                for name in found.media.values():
+                    raise Unreadable(f"has {name!r}, and {self._no_media}")
             else:
                 found = with_media(found, there)
             self._columns, self._is_media = found, any(name in there for name in found.media.values())
@@ -206,23 +215,16 @@ class SourceReader(ABC, Generic[Item]):
             self._prompts = PromptReader(found, form, has_template, self._no_media, self._is_media)
             self._reading.columns = self._describe(found, there)
             self._reading.unused = [name for name in there if name not in names_of(found)]
-        self._path, self._unit = path, "row" if has_schema and path.suffix != ".csv" else "line"
         if has_schema:  # tools are left out where a chat has none, unless the job names their column
             check_columns(names_of(self._written or self._columns.model_copy(update={"tools": None})), there)
         return [*names_of(self._columns), *unread_that_matter(self._columns, there)]
 
-    def _read(self, row: Row, number: int) -> Item | None:
-        """The item of a row with its number, or ``None`` if it is empty.
-
-        Raises:
-            BadLine: the row holds something else.
-            Unreadable: nothing can be learned from such rows.
-        """
+    def _read(self, row: Row, origin: str) -> Item | None:
         if self._columns is None:
             raise BadLine("an object without columns")
         columns = self._columns if self._no_media else with_media(self._columns, row)
         check_unread(row, columns, self._no_media)
-        return self._item(row, number, columns)
+        return self._item(row, columns, origin)
 
     def _refuse_beside_text(self, row: Row, columns: Columns) -> None:
         if beside := [name for name in columns.media.values() if row.get(name)]:
@@ -234,10 +236,8 @@ class SourceReader(ABC, Generic[Item]):
         A chat of text in a table that has columns of media is none of text alone, so that all are rendered alike.
         """
         here = any(row.get(name) for name in columns.media.values()) or self._is_media
-        if self._no_media or self._processor is None or not (here or has_places(turns, self._source.placeholders)):
-            return None
-        self._media = self._media or MediaRows(self._source, self._processor, self._reading)
-        return self._media
+        is_media = self._media is not None and (here or self._media.placing.has_places(turns))
+        return self._media if is_media else None
 
 
 def open_table(path: Path, file_format: str, source: Source, streaming: bool = False) -> Table:

@@ -14,6 +14,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from veomni_trainer.data.documents import Document
+from veomni_trainer.data.orders import drawn_sources
 from veomni_trainer.data.read import read_documents
 from veomni_trainer.data.reading import Reading
 from veomni_trainer.data.sequences import Sequence, arrange
@@ -62,11 +63,9 @@ class Stream(IterableDataset[Sequence]):
 
     def _mixed(self, sources: Mapping[str, Source]) -> Iterator[Sequence]:
         """Each next sequence is of a source that is drawn by weight."""
-        weights = np.array([source.weight for source in sources.values()])
         streams = [self._of_source(key, source) for key, source in sources.items()]
-        generator = np.random.default_rng(self._seed)
-        while True:
-            yield next(streams[generator.choice(len(streams), p=weights / weights.sum())])
+        for source in drawn_sources([source.weight for source in sources.values()], self._seed):
+            yield next(streams[source])
 
     def _shuffled(self, sequences: Iterator[Sequence]) -> Iterator[Sequence]:
         """Each next sequence is drawn from a buffer, and its place is filled by the one that is read."""

@@ -6,6 +6,7 @@ The cache of ``datasets`` has no checksums, and its chunks are not one array of 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -104,7 +105,7 @@ def write_store(folder: Path, documents: Iterator[Document], reading: Reading, v
     index = {
         "dtype": dtype.name,
         "checksums": {path.name: checksum(path) for path in sorted([*folder.glob("*.bin"), *folder.glob(CHATS)])},
-        "reading": reading.to_dict(),
+        "reading": vars(reading),
     }
     (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
 
@@ -137,11 +138,8 @@ def read_store(folder: Path) -> TokenStore:
 
 def checksum(path: Path) -> str:
     """The xxh3 hash of a file's content: as fast as the file can be read."""
-    state = xxhash.xxh3_128()
     with path.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            state.update(block)
-    return state.hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def default_cache() -> Path:
@@ -163,14 +161,6 @@ def key_of(files: list[Path], **facts: Any) -> str:
             content = str(error.strerror)
         state.update(f"{path.name}\0{content}\0".encode())
     return state.hexdigest()
-
-
-def uncached(write: Write) -> TokenStore:
-    """What ``write`` puts into a temporary folder; the files are gone when the process ends."""
-    with tempfile.TemporaryDirectory(prefix="veomni-tokens-") as name:
-        with _naming_failed_writes(Path(name)):
-            write(Path(name))
-        return read_store(Path(name))  # a file that is mapped may be removed
 
 
 def cached(store: Path, write: Write, notes: list[str]) -> TokenStore:

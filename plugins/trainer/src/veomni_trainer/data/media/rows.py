@@ -45,12 +45,15 @@ class MediaRows:
         source: the source that they are of.
         processor: the model's.
         reading: counts what was read.
+
+    Attributes:
+        placing: where media go in chats.
     """
 
     def __init__(self, source: Source, processor: MediaProcessor, reading: Reading) -> None:
         self._processor, self._reading = processor, reading
         self._chats = Chats(processor, source.loss_on, reading.not_rendered)
-        self._placing, self._fetches = Placing(source.placeholders, source.media_urls), source.media_urls
+        self.placing, self._fetches = Placing(source.placeholders, source.media_urls), source.media_urls
 
     def document(
         self, row: Mapping[str, Any], columns: Columns, messages: Sequence[Message], path: Path, origin: str
@@ -87,7 +90,7 @@ class MediaRows:
         """
         placed, media = self._placed(row, columns, messages, path)
         for answer in answers or ((),):
-            self._chats.check([*map(Message, placed)], self._placing.placed(answer, {}, path.parent)[0], None)
+            self._chats.check([*map(Message, placed)], self.placing.placed(answer, {}, path.parent)[0], None)
         text = self._processor.apply_chat_template(placed, tokenize=False, add_generation_prompt=True)
         self._expanded(text, None, placed, media)
         return placed, media
@@ -97,7 +100,7 @@ class MediaRows:
     ) -> tuple[list[Message], list[Medium]]:
         folder = path.absolute().parent
         beside = {kind: media_in(row.get(name), kind, folder, self._fetches) for kind, name in columns.media.items()}
-        placed, media = self._placing.placed(messages, beside, folder)
+        placed, media = self.placing.placed(messages, beside, folder)
         if others := sorted({each.kind for each in media} - {*self._processor.kinds}):
             kinds = ", ".join(self._processor.kinds) or "none"
             raise BadMedia(f"there is {others[0]} in the row, and the model with its processor takes: {kinds}")
