@@ -90,8 +90,8 @@ def test_documents_are_joined_by_their_end_and_cut(folder: Path) -> None:
     corpus = read_corpus(section, ByteTokenizer())
     assert [row["input_ids"].tolist() for row in corpus.training] == [[98, 98], [256, 0xC3], [0xA4, 256]]
     assert corpus.training[1]["labels"].tolist() == [256, 0xC3]
-    counts = corpus.read[0].counts
-    assert (counts.tokens, counts.left_over, dict(corpus.validation)) == (6, 0, {})
+    read = corpus.read[0]
+    assert (read.tokens, read.left_over, dict(corpus.validation)) == (6, 0, {})
     assert corpus.describe().endswith("6 tokens, 3 sequences")
 
 

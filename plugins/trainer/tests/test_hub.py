@@ -147,7 +147,7 @@ def test_a_data_set_may_have_subsets_and_is_read_as_files_are(hub: HubCache, tmp
 
     def tokens(**keys: Any) -> int:
         data = DataSection(files=["acme/subsets"], sequence_length=8, cache=str(tmp_path / "tokens"), **keys)
-        return read_corpus(data, load_tokenizer("bytes")).read[0].counts.tokens
+        return read_corpus(data, load_tokenizer("bytes")).read[0].tokens
 
     assert tokens(subset="short") == 4 * 51 and tokens(subset="long") == 4 * 201
     with pytest.raises(

@@ -76,4 +76,4 @@ def test_a_row_has_as_many_tokens_as_its_pixels_say(
     corpus = read_data(job, job_tokenizer(job))
     batch = corpus.batcher()([corpus.training[0]])
     side = int(tokens**0.5) * 4
-    assert corpus.read[0].reading.media_tokens == tokens and batch["pixel_values"].shape[-2:] == (side, side)
+    assert corpus.read[0].media_tokens == tokens and batch["pixel_values"].shape[-2:] == (side, side)

@@ -8,7 +8,6 @@ import torch
 from tiny_multimodal import media_batch, tiny_model
 
 from veomni_trainer.data.batches import CHAT, Batcher
-from veomni_trainer.data.media.batches import MediaBatcher
 from veomni_transformers.towers.host_metadata import HostMetadata
 
 TAKEN = ["input_ids", "pixel_values", "image_grid_thw", "mm_token_type_ids"]
@@ -22,6 +21,9 @@ class Processor:
         self.loaded = SimpleNamespace(model_input_names=TAKEN)
         self.gives_positions = False
 
+    def decoded(self, media):
+        return []
+
     def inputs(self, texts, media, **options):
         return {name: self._made[name] for name in TAKEN}
 
@@ -29,8 +31,8 @@ class Processor:
 def batches(model, metadata):
     made = media_batch(model)
     ids = made["input_ids"][0]
-    chat = SimpleNamespace(text="", origin="rows.jsonl, row 1", decoded=lambda processor: [])
-    batcher = MediaBatcher(Batcher(0), Processor(made), metadata=metadata)
+    chat = SimpleNamespace(text="", origin="rows.jsonl, row 1", media=())
+    batcher = Batcher(0, processor=Processor(made), metadata=metadata)
     pictures = batcher([{"input_ids": ids, "labels": ids, CHAT: [(slice(0, len(ids)), chat)]}])
     words = torch.arange(3, 9)
     return pictures, batcher([{"input_ids": words, "labels": words}])

@@ -24,7 +24,7 @@ from tiny_processors import COLOURS, media_folder, needs_torchvision, picture
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from veomni_core.errors import ConfigError, JobFileError
-from veomni_trainer.data.media.batches import MediaBatcher
+from veomni_trainer.data.batches import Batcher
 from veomni_trainer.job.load import load_job
 from veomni_trainer.job.source_keys import PROCESSOR_FILES
 from veomni_trainer.output.export import export_checkpoint
@@ -245,14 +245,14 @@ def test_other_processes_make_the_batches_of_a_run_and_name_a_file_that_changed(
     train(pictures)
     assert losses(run) == alone
     shutil.rmtree(run)
-    made, here = MediaBatcher.__call__, os.getpid()
+    made, here = Batcher.__call__, os.getpid()
 
-    def after_files_were_emptied_elsewhere(self: MediaBatcher, sequences: Any) -> Any:
+    def after_files_were_emptied_elsewhere(self: Batcher, sequences: Any) -> Any:
         for colour in ("red", "green", "blue") if os.getpid() != here else ():
             (tmp_path / f"{colour}.png").write_bytes(b"")
         return made(self, sequences)
 
-    monkeypatch.setattr(MediaBatcher, "__call__", after_files_were_emptied_elsewhere)
+    monkeypatch.setattr(Batcher, "__call__", after_files_were_emptied_elsewhere)
     with pytest.raises(JobFileError, match="which could be read before training$") as found:
         train(pictures)
     assert str(found.value).startswith(str(tmp_path))  # and not with torch's trace of the process

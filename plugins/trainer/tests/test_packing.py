@@ -61,7 +61,7 @@ def test_a_packed_sequence_starts_again_at_each_document() -> None:
     assert second["input_ids"].tolist() == [105, 106] + [END] * 6
     assert second["position_ids"].tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
     assert second["labels"].tolist() == [-100, 106] + [-100] * 6
-    assert counts.describe() == "10 tokens, 2 sequences, 62.5% full"
+    assert counts.describe_sequences() == "10 tokens, 2 sequences, 62.5% full"
 
 
 def test_long_text_is_split_and_long_chats_are_cut_off_and_counted() -> None:
@@ -71,7 +71,7 @@ def test_long_text_is_split_and_long_chats_are_cut_off_and_counted() -> None:
     for packing in (True, False):
         chats, counts = arrange(_store(10, 3, masked=True), 4, packing, padding=END, seed=0)
         assert [row["input_ids"].tolist()[:3] for row in chats] == [[100, 101, 102], [110, 111, 112]]
-        assert counts.truncated == 1 and "1 documents cut off at data.sequence_length" in counts.describe()
+        assert counts.truncated == 1 and "1 documents cut off at data.sequence_length" in counts.describe_sequences()
 
 
 def test_documents_alone_are_padded_to_the_longest_of_their_batch() -> None:

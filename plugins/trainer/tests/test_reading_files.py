@@ -169,7 +169,7 @@ def test_bad_lines_are_left_out_where_the_job_says_so(tmp_path: Path) -> None:
     assert (reading.documents, reading.bad_lines, reading.empty_rows) == (2, 3, 1)
     assert [line.partition(f"{path}, ")[2][:6] for line in reading.first_bad_lines] == ["line 1", "line 3", "line 7"]
     assert "left out: 1 rows without text, 3 bad lines (" in reading.describe()
-    assert Reading(**json.loads(json.dumps(reading.to_dict()))) == reading
+    assert Reading(**json.loads(json.dumps(vars(reading)))) == reading
 
 
 def test_a_file_with_bad_lines_alone_is_refused(tmp_path: Path) -> None:

@@ -83,9 +83,9 @@ def test_learned_labels_are_counted_as_the_loss_counts_them(jsonl: Write, packin
     data = DataSection(files=str(jsonl(*rows)), sequence_length=16, packing=packing, cache=False)
     corpus = read_corpus(data, load_tokenizer("bytes"))
     learned = sum(int(row["labels"][1:].ne(-100).sum()) for row in corpus.training)  # type: ignore[attr-defined]
-    assert corpus.read[0].learned == (learned, 0)
+    assert (corpus.read[0].learned, corpus.read[0].learned_validation) == (learned, 0)
     whole = sum(len(row["completion"]) + 1 for row in rows)
-    assert (corpus.read[0].counts.learned, corpus.read[0].counts.learned_whole) == (learned, whole)
+    assert corpus.read[0].learned_whole == whole
 
 
 def test_a_warning_says_that_half_of_it_is_lost(jsonl: Write) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +14,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from veomni_trainer.data.documents import Example, Span
 from veomni_trainer.data.messages import ASSISTANT, Message, check_characters, read_tools, words_of
 from veomni_trainer.data.reading import BadLine, Unreadable
+
+if TYPE_CHECKING:
+    from veomni_trainer.data.media.processor import MediaProcessor
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WHAT_TO_DO = (
@@ -25,17 +28,6 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 Tools = list[dict[str, Any]] | None
 
 
-class Template(Protocol):
-    """What renders chats: a tokenizer of transformers, or a model's processor."""
-
-    @property
-    def special_tokens_map(self) -> Any: ...
-
-    def get_chat_template(self, *, tools: Any = None) -> str: ...
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
-
-
 class Chats:
     """Chats as text, with the spans that are learned: the assistant's turns, or everything.
 
@@ -44,14 +36,14 @@ class Chats:
     A turn that its row excludes from training is not learned.
 
     Args:
-        tokenizer: whose template renders them.
+        tokenizer: whose template renders them; or a model's processor.
         loss_on: what is learned.
         left_out: is called with what the template leaves out of a turn that isn't learned.
     """
 
     def __init__(
         self,
-        tokenizer: Template | PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | MediaProcessor,
         loss_on: Literal["assistant", "all"],
         left_out: Callable[[str], None] = lambda what: None,
     ) -> None:

@@ -102,12 +102,6 @@ def with_media(columns: Columns, there: Collection[str]) -> Columns:
     return columns.model_copy(update=found) if found else columns
 
 
-def refuse_media(columns: Columns, no_media: str) -> None:
-    """Raise Unreadable if the job names a column of images, videos or audio, which are not read for this reason."""
-    for name in columns.media.values():
-        raise Unreadable(f"has {name!r}, and {no_media}")
-
-
 def names_of(columns: Columns) -> list[str]:
     """The names of the columns that are read."""
     return [name for name in columns.model_dump().values() if name is not None]
@@ -160,12 +154,11 @@ def describe(columns: Columns, loss_on: str, form: str = "text") -> str:
         return f"tokens in column {columns.input_ids!r}, {learned}"
     learned = "everything" if loss_on == "all" else "the assistant's turns" if columns.messages else "the completion"
     media = {f"{kind}s": name for kind, name in columns.media.items()}
-    extras = {"inputs": columns.input, "tools": columns.tools, "system prompts": columns.system, **media}
+    extras = {"tools": columns.tools} if columns.messages is not None else {"inputs": columns.input}
+    extras |= {"system prompts": columns.system, **media}
+    beside = "".join(f" and their {what} in {name!r}" for what, name in extras.items() if name)
     if columns.messages is not None:
-        extras = {"tools": columns.tools, "system prompts": columns.system, **media}
-        beside = "".join(f" and their {what} in {name!r}" for what, name in extras.items() if name)
         return f"chats in column {columns.messages!r}{beside}, loss on {learned}"
-    beside = "".join(f" and their {what} in {name!r}" for what, name in extras.items() if name and what != "tools")
     written = {"chat": ", as turns of a chat", "alpaca": ", under Alpaca's headings"}.get(form, "")
     return (
         f"prompts in column {columns.prompt!r}{beside} with completions in {columns.completion!r}{written}, loss on "

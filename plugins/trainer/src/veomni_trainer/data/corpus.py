@@ -2,75 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from veomni_core.errors import JobFileError
-from veomni_trainer.data.batches import CHAT, Batcher, learned_labels
+from veomni_trainer.data.batches import CHAT, Batcher, Metadata, learned_labels
 from veomni_trainer.data.files import find_files
-from veomni_trainer.data.media.batches import MediaBatcher, Metadata
 from veomni_trainer.data.media.processor import MediaProcessor
 from veomni_trainer.data.orders import WeightedOrder
 from veomni_trainer.data.read import read_documents
 from veomni_trainer.data.reading import Reading
-from veomni_trainer.data.sequences import Counts, Sequence, Sequences, arrange
+from veomni_trainer.data.sequences import Sequence, Sequences, arrange
 from veomni_trainer.data.streaming import Stream
-from veomni_trainer.data.token_cache import TokenCache, default_folder, key_of, uncached
-from veomni_trainer.data.token_store import TokenStore, write_store
+from veomni_trainer.data.token_store import TokenStore, cached, default_cache, key_of, write_store
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.data_section import DataSection
 from veomni_trainer.job.source_keys import Source
 from veomni_transformers.packed.document_positions import DocumentPositions
 
 Rows = Dataset[Sequence]
-_Mask = NDArray[np.bool_]
 
-_FIRST = 64  # sequences of a stream that are looked at
-
-
-@dataclass(frozen=True)
-class ReadSource:
-    """What was read of one source.
-
-    Attributes:
-        key: the key of the job that names its files.
-        reading: which files were read, and what was left out.
-        counts: what became of their tokens.
-        weight: how often it is drawn, relative to other sources.
-        training: how many sequences are trained on.
-        validation: how many are validated on.
-        epochs: how often a training goes through it, on average over all seeds; ``None`` where nothing is drawn.
-        learned: how many labels of the training sequences are learned, and how many of those for validation.
-    """
-
-    key: str
-    reading: Reading
-    counts: Counts
-    weight: float
-    training: int
-    validation: int
-    epochs: float | None = None
-    learned: tuple[int, int] = (0, 0)
-
-    def describe(self) -> str:
-        """Its part of the line for the terminal."""
-        held_out = f", {self.validation:,} of them for validation" if self.validation else ""
-        drawn = f"; weight {self.weight:g}, {self.epochs:,.1f} epochs" if self.epochs is not None else ""
-        return f"{self.reading.describe()}; {self.counts.describe()}{held_out}{drawn}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same, as JSON can hold it."""
-        mixed = {"weight": self.weight, "epochs": self.epochs} if self.epochs is not None else {}
-        sequences = {"training": self.training, "validation": self.validation}
-        return {**self.reading.to_dict(), "description": self.describe(), **asdict(self.counts), **sequences, **mixed}
+_SAMPLES = 64  # sequences that are hashed, or of a stream looked at
 
 
 @dataclass(frozen=True)
@@ -80,7 +43,7 @@ class Corpus:
     Attributes:
         training: what is trained on; a :class:`Stream` has no length.
         validation: what is validated on, by the key of the job that names it.
-        read: what was read, by the same keys.
+        read: what was read of each source.
         padding: the token id that a batch is padded with.
         notes: what the user should hear of.
         draws: of a mixture, how many sequences a training takes.
@@ -90,7 +53,7 @@ class Corpus:
 
     training: Rows | Stream
     validation: Mapping[str, Rows]
-    read: tuple[ReadSource, ...]
+    read: tuple[Reading, ...]
     padding: int
     notes: tuple[str, ...] = ()
     draws: int = 0
@@ -124,29 +87,47 @@ class Corpus:
     def describe(self) -> str:
         """A line for the terminal, and one for each of several sources."""
         if len(self.read) == 1 and not isinstance(self.training, Stream):
-            lines = [f"data: {self.read[0].describe()}"]
+            lines = [f"data: {self.read[0].describe_all()}"]
         else:
             stream = " a stream, tokenized while the model trains" if isinstance(self.training, Stream) else ""
-            lines = [f"data:{stream}", *(f"  {source.key}: {source.describe()}" for source in self.read)]
-        details = [f"  {line}" for source in self.read for line in source.reading.details()]
+            lines = [f"data:{stream}", *(f"  {source.key}: {source.describe_all()}" for source in self.read)]
+        details = [f"  {line}" for source in self.read for line in source.details()]
         return "\n".join([*lines, *details, *self.notes])
 
-    def batcher(self, multiple: int = 1, metadata: Metadata | None = None) -> Batcher | MediaBatcher:
+    def batcher(self, multiple: int = 1, metadata: Metadata | None = None) -> Batcher:
         """What makes batches of its sequences; their padded lengths are multiples of ``multiple``.
 
-        Those with media have what ``metadata`` gives for them too (:class:`MediaBatcher`).
+        Those with media have what ``metadata`` gives for them too.
         """
-        batcher = Batcher(self.padding, multiple, rows=4 if self.positions else 1)
-        return batcher if self.processor is None else MediaBatcher(batcher, self.processor, self.positions, metadata)
+        return Batcher(self.padding, multiple, self.processor, self.positions, metadata)
 
     @property
     def ends(self) -> dict[int, int]:
         """How many documents that are trained on are learned to end with which token; ``-1``: with none of its own."""
-        readings = [source.reading.ends for source in self.read if source.training]
+        readings = [source.ends for source in self.read if source.training]
         totals: Counter[int] = Counter()
         for ends in [*readings, *([self.training.ends] if isinstance(self.training, Stream) else ())]:
             totals.update({int(token): count for token, count in ends.items()})
         return dict(totals)
+
+    def fingerprint(self) -> str:
+        """The number of training sequences and a hash of some of them, as JSON: whether two jobs train on the same.
+
+        They are spread evenly over all, with the last among them. A text that became longer or shorter moves the
+        boundaries of all sequences after it, so these differ too. Of a stream, which has no number of them, they are
+        the first ones.
+        """
+        digest = hashlib.sha256()
+        training: Any = self.training
+        if isinstance(training, Stream):
+            some = training.first(_SAMPLES)
+        else:
+            chosen = np.unique(np.linspace(0, len(training) - 1, _SAMPLES).astype(int))
+            some = (training[int(index)] for index in chosen)
+        for sequence in some:
+            for _, values in sorted(sequence.items()):
+                digest.update(_as_bytes(values))
+        return json.dumps({"sequences": self.sequences, "sha256": digest.hexdigest()})
 
 
 def read_corpus(data: DataSection, tokenizer: Tokenizer, seed: int = 0) -> Corpus:
@@ -160,53 +141,57 @@ def read_corpus(data: DataSection, tokenizer: Tokenizer, seed: int = 0) -> Corpu
     """
     corpus = _read(data, tokenizer, seed)
     _check_learned(corpus, data)
-    first = corpus.training.first(_FIRST) if isinstance(corpus.training, Stream) else ()
-    if any(source.reading.media for source in corpus.read) or any(CHAT in each for each in first):
+    first = corpus.training.first(_SAMPLES) if isinstance(corpus.training, Stream) else ()
+    if any(source.media for source in corpus.read) or any(CHAT in each for each in first):
         return replace(corpus, processor=tokenizer.processor)
     return corpus
 
 
 def _read(data: DataSection, tokenizer: Tokenizer, seed: int) -> Corpus:
     reader = _Reader(data, tokenizer, seed)
-    if data.streaming:
-        for key, source in data.training_sources.items():
+    rows: Rows
+    parts: list[Rows] = []
+    validation: dict[str, Rows] = {}
+    read: list[Reading] = []
+    for key, source in data.training_sources.items():
+        if data.streaming:
             find_files(source, Reading(key))  # so that a file that isn't there is missed now
-        training: Rows | Stream = Stream(data, tokenizer, seed)
-        validation: dict[str, Rows] = {}
-        read: list[ReadSource] = []
-    else:
-        training, validation, read = _training(data, reader)
-    for key, source in data.validation_source.items():
+            continue
         rows, what = reader.read(key, source)
-        validation[key] = rows
-        read.append(replace(what, training=0, validation=what.training, learned=what.learned[::-1]))
+        if data.validation_fraction:
+            rows, validation[key], what = _divided(rows, what, data.validation_fraction)
+        parts.append(rows)
+        read.append(what)
+    for key, source in data.validation_source.items():
+        validation[key], what = reader.read(key, source)
+        read.append(replace(what, training=0, validation=what.training, learned_validation=what.learned))
+    if data.streaming:
+        training: Rows | Stream = Stream(data, tokenizer, seed)
+    else:
+        training = parts[0] if len(parts) == 1 else ConcatDataset(parts)
     notes = (*reader.notes, *_warnings(read, data.sequence_length))
     return Corpus(training, validation, tuple(read), tokenizer.end, notes)
 
 
-def _training(data: DataSection, reader: _Reader) -> tuple[Rows, dict[str, Rows], list[ReadSource]]:
-    """What is trained on, what is held out of it for validation, and what was read."""
-    parts: list[Rows] = []
-    validation: dict[str, Rows] = {}
-    read: list[ReadSource] = []
-    for key, source in data.training_sources.items():
-        rows, what = reader.read(key, source)
-        if data.validation_fraction:
-            mask = _held_out(len(rows), data.validation_fraction, key)
-            parts.append(_some(rows, ~mask))
-            validation[key] = _some(rows, mask)
-            held_out = int(mask.sum())
-            learned = rows.learned(mask)
-            what = replace(
-                what,
-                training=len(rows) - held_out,
-                validation=held_out,
-                learned=(what.counts.learned - learned, learned),
-            )
-        else:
-            parts.append(rows)
-        read.append(what)
-    return parts[0] if len(parts) == 1 else ConcatDataset(parts), validation, read
+def _divided(rows: Sequences, what: Reading, fraction: float) -> tuple[Rows, Rows, Reading]:
+    """The part of a source that is trained on, and the one that is held out of it for validation.
+
+    The latter's rows are evenly spaced, so that every part of the text is in both.
+    """
+    count, chosen = len(rows), round(len(rows) * fraction)
+    if not 0 < chosen < count:
+        raise JobFileError(
+            f"data.validation_fraction: {fraction} of {count} sequences of {what.key} leaves none to train on "
+            "or none to validate"
+        )
+    mask = np.zeros(count, np.bool_)
+    mask[((np.arange(chosen) + 0.5) * count / chosen).astype(int)] = True
+    learned = int(rows.learned[mask].sum())
+    # As arrays: lists of a large corpus' numbers would take gigabytes.
+    indices: list[Any] = [np.flatnonzero(~mask), np.flatnonzero(mask)]
+    training, validation = (Subset(rows, each) for each in indices)
+    what = replace(what, training=count - chosen, validation=chosen, learned_validation=learned)
+    return training, validation, what
 
 
 class _Reader:
@@ -214,62 +199,59 @@ class _Reader:
 
     def __init__(self, data: DataSection, tokenizer: Tokenizer, seed: int) -> None:
         self._data, self._tokenizer, self._seed = data, tokenizer, seed
-        self._cache = TokenCache(_cache_folder(data)) if data.cache else None
+        self.notes: list[str] = []
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return tuple(f"note: {note}" for note in self._cache.notes) if self._cache else ()
-
-    def read(self, key: str, source: Source) -> tuple[Sequences, ReadSource]:
+    def read(self, key: str, source: Source) -> tuple[Sequences, Reading]:
         """The sequences of ``source``, all of them counted as training."""
         data, store = self._data, self._store(key, source)
         end, skips = self._tokenizer.end, source.media_errors == "skip"
-        sequences, counts = arrange(store, data.sequence_length, data.packing, end, self._seed, skips)
-        if not counts.sequences:
+        sequences, reading = arrange(store, data.sequence_length, data.packing, end, self._seed, skips)
+        if not reading.sequences:
             raise JobFileError(
-                f"{key}: {counts.tokens:,} tokens are fewer than one sequence of {data.sequence_length:,} "
+                f"{key}: {reading.tokens:,} tokens are fewer than one sequence of {data.sequence_length:,} "
                 "(data.sequence_length)"
             )
-        reading = replace(store.reading, key=key)
-        learned = counts.learned, 0
-        return sequences, ReadSource(key, reading, counts, source.weight, len(sequences), 0, learned=learned)
+        return sequences, replace(reading, key=key, weight=source.weight)
 
     def _store(self, key: str, source: Source) -> TokenStore:
         tokenizer, reading = self._tokenizer, Reading(key)
         documents = read_documents(source, tokenizer, reading)
         write = partial(write_store, documents=documents, reading=reading, vocabulary=tokenizer.vocab_size)
-        if self._cache is None:
-            return uncached(write)
+        if not self._data.cache:
+            with tempfile.TemporaryDirectory(prefix="veomni-tokens-") as name:  # a file that is mapped may be removed
+                return cached(Path(name) / "store", write, self.notes)
         files = [path for found in find_files(source, Reading(key)) for path in _files_at(found.path)]
         facts = source.model_dump(exclude={"files", "weight"})
         if (processor := self._tokenizer.processor) is not None:  # paths of media go from there
             facts["media"] = processor.taken
             facts["folders"] = sorted({str(path.parent.absolute()) for path in files})
-        return self._cache.get(key_of(files, source=facts, tokenizer=tokenizer.fingerprint), write)
+        folder = Path(self._data.cache) if isinstance(self._data.cache, str) else default_cache()
+        return cached(folder / key_of(files, source=facts, tokenizer=tokenizer.fingerprint), write, self.notes)
 
 
 def _check_learned(corpus: Corpus, data: DataSection) -> None:
     """Raise JobFileError where nothing is left to learn; warn in the corpus' notes where half of it is cut off."""
     for number, kind in enumerate(("to train on", "to validate on")):
         sources = [source for source in corpus.read if (source.training, source.validation)[number]]
-        if sources and not sum(source.learned[number] for source in sources):
-            counts = "; ".join(f"{source.key}: {source.counts.describe()}" for source in sources)
+        learned = [(each.learned - each.learned_validation, each.learned_validation)[number] for each in sources]
+        if sources and not sum(learned):
+            counts = "; ".join(f"{source.key}: {source.describe_sequences()}" for source in sources)
             raise JobFileError(
                 f"data.sequence_length: {data.sequence_length} tokens hold nothing that is learned, {kind}: documents "
                 f"are cut off before it, or hold nothing to learn ({counts}). Raise data.sequence_length, or write "
                 "data.loss_on: all"
             )
     stream = corpus.training if isinstance(corpus.training, Stream) else None
-    if stream and not any(learned_labels(each["labels"]) for each in stream.first(_FIRST)):
+    if stream and not any(learned_labels(each["labels"]) for each in stream.first(_SAMPLES)):
         raise JobFileError(
-            f"data.sequence_length: the first {_FIRST} sequences of the stream hold nothing that is learned in "
+            f"data.sequence_length: the first {_SAMPLES} sequences of the stream hold nothing that is learned in "
             f"{data.sequence_length} tokens. Raise data.sequence_length, or write data.loss_on: all"
         )
 
 
-def _warnings(read: Iterable[ReadSource], length: int) -> Iterator[str]:
+def _warnings(read: Iterable[Reading], length: int) -> Iterator[str]:
     for source in read:
-        left, whole = source.counts.learned, source.counts.learned_whole
+        left, whole = source.learned, source.learned_whole
         if 0 < left <= whole / 2:
             yield (
                 f"warning: {source.key}: {1 - left / whole:.0%} of the tokens that would be learned "
@@ -277,28 +259,17 @@ def _warnings(read: Iterable[ReadSource], length: int) -> Iterator[str]:
             )
 
 
-def _cache_folder(data: DataSection) -> Path:
-    return Path(data.cache) if isinstance(data.cache, str) else default_folder()
-
-
 def _files_at(path: Path) -> list[Path]:
     """The file; of a folder that ``datasets`` saved, all files in it."""
     return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
 
 
-def _some(rows: Sequences, chosen: _Mask) -> Rows:
-    indices: Any = np.flatnonzero(chosen)  # as an array: a list of a large corpus' numbers would take gigabytes
-    return Subset(rows, indices)
+def _as_bytes(value: Any) -> bytes:
+    """A tensor's numbers; of chats with media their text; what else is in a row, as JSON: text, and images' pixels."""
+    if isinstance(value, list) and value and isinstance(value[0], tuple):
+        return "".join(chat.text for _, chat in value).encode()
+    return value.numpy().tobytes() if isinstance(value, Tensor) else json.dumps(value, default=_hash_of).encode()
 
 
-def _held_out(count: int, fraction: float, key: str) -> _Mask:
-    """A mask ``[count]`` of the rows for validation: evenly spaced, so that every part of the text is in both sets."""
-    mask = np.zeros(count, np.bool_)
-    chosen = round(count * fraction)
-    if not 0 < chosen < count:
-        raise JobFileError(
-            f"data.validation_fraction: {fraction} of {count} sequences of {key} leaves none to train on or none to "
-            "validate"
-        )
-    mask[((np.arange(chosen) + 0.5) * count / chosen).astype(int)] = True
-    return mask
+def _hash_of(image: Any) -> str:
+    return hashlib.sha256(image.tobytes()).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -90,18 +91,16 @@ def _file(path: Path, file_format: str, names: Collection[str]) -> Any:
 def _from_hub(name: str, source: Source, streaming: bool) -> Any:
     """The data set ``owner/name@commit``, from its files in the Hub's cache where the Hub can't be reached."""
     folder, identifier = snapshot("data.files", name, kind="dataset"), name.partition("@")[0]
-    tries: list[tuple[str, dict[str, Any]]] = [(str(folder), {})]
+
+    def load(at: str, **options: Any) -> Any:
+        with one_at_a_time(identifier, "dataset"):
+            loaded = datasets.load_dataset(at, source.subset, split=source.split, streaming=streaming, **options)
+        return _split(loaded, None) if source.split is None else loaded
+
     if not is_offline():
-        tries.insert(0, (identifier, {"revision": folder.name}))
-    for at, options in tries:
-        try:
-            with one_at_a_time(identifier, "dataset"):
-                loaded = datasets.load_dataset(at, source.subset, split=source.split, streaming=streaming, **options)
-            return _split(loaded, None) if source.split is None else loaded
-        except ConnectionError:
-            if at == tries[-1][0]:
-                raise
-    raise AssertionError("one of the two has returned or raised")
+        with suppress(ConnectionError):
+            return load(identifier, revision=folder.name)
+    return load(str(folder))
 
 
 def _split(loaded: Any, wanted: str | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -44,3 +45,16 @@ class Document:
     ids: Tokens
     learned: Mask | None = None
     chat: MediaChat | None = None
+
+
+def in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> Mask:
+    """Which tokens, given the ``offsets`` ``[tokens, 2]`` of their characters, hold a character of one of ``spans``.
+
+    Tokenizers that trim offsets put a token of white space alone behind its last character.
+    """
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    starts = np.where(starts == ends, starts - 1, starts)
+    learned = np.zeros(len(offsets), np.bool_)
+    for start, end in spans:
+        learned |= (starts < end) & (ends > start)
+    return learned

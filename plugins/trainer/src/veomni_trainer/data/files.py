@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,7 +110,7 @@ def _search(entry: str, pattern: str, key: str) -> list[Path]:
         paths = [p for p in root.glob("**/*.py") if not _NOT_STDLIB & {*p.relative_to(root).parts}]
         return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
     if Path(entry).is_dir():
-        paths = _sorted_files(Path(entry).glob(pattern))
+        paths = sorted((path for path in Path(entry).glob(pattern) if path.is_file()), key=Path.as_posix)
         if not paths:
             raise JobFileError(f"{key}: no file in {entry} matches data.pattern {pattern!r}")
         return [*dict.fromkeys(_with_datasets_whole(paths, Path(entry)))]
@@ -129,10 +129,6 @@ def _is_hidden(path: Path, folder: Path) -> bool:
     """Whether ``path`` lies in a hidden folder of ``folder``, or is hidden: editors keep copies there."""
     below = path.relative_to(folder).parts if path.is_relative_to(folder) else ()
     return any(part.startswith(".") for part in below)
-
-
-def _sorted_files(paths: Iterable[Path]) -> list[Path]:
-    return sorted((path for path in paths if path.is_file()), key=Path.as_posix)
 
 
 def _with_datasets_whole(paths: list[Path], root: Path) -> Iterator[Path]:

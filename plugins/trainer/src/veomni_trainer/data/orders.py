@@ -17,6 +17,17 @@ from torch.utils.data import Sampler
 _BLOCK = 4096  # so many sources are drawn at once
 
 
+def drawn_sources(weights: Sequence[float], seed: int) -> Iterator[int]:
+    """Numbers of sources without an end, each drawn by weight."""
+    generator = np.random.default_rng(seed)
+    while True:
+        yield from generator.choice(len(weights), _BLOCK, p=_shares(weights)).tolist()
+
+
+def _shares(weights: Sequence[float]) -> Any:
+    return np.asarray(weights, np.float64) / sum(weights)
+
+
 class WeightedOrder(Sampler[int]):
     """The order of ``draws`` sequences: each is of a source that is drawn by weight, and the next one of its shuffle.
 
@@ -31,8 +42,7 @@ class WeightedOrder(Sampler[int]):
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], draws: int, seed: int) -> None:
-        self._sizes, self._draws, self._seed = sizes, draws, seed
-        self._shares = np.asarray(weights, np.float64) / sum(weights)
+        self._sizes, self._weights, self._draws, self._seed = sizes, weights, draws, seed
 
     def __len__(self) -> int:
         return self._draws
@@ -40,15 +50,13 @@ class WeightedOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         first = np.cumsum([0, *self._sizes[:-1]])
         shuffles = [self._shuffles(number) for number in range(len(self._sizes))]
-        generator = np.random.default_rng(self._seed)
-        for start in range(0, self._draws, _BLOCK):
-            sources = generator.choice(len(self._sizes), _BLOCK, p=self._shares)
-            for source in sources[: self._draws - start].tolist():
-                yield int(first[source]) + next(shuffles[source])
+        for source in islice(drawn_sources(self._weights, self._seed), self._draws):
+            yield int(first[source]) + next(shuffles[source])
 
     def passes(self) -> list[float]:
         """How often each source is gone through, on average over all seeds."""
-        return [self._draws * float(share) / size for share, size in zip(self._shares, self._sizes, strict=True)]
+        shares = _shares(self._weights)
+        return [self._draws * float(share) / size for share, size in zip(shares, self._sizes, strict=True)]
 
     def _shuffles(self, source: int) -> Iterator[int]:
         number = 0

@@ -48,6 +48,11 @@ class Packs:
     def __getitem__(self, index: int) -> Indices:
         return self.order[self.ends[index - 1] if index else 0 : self.ends[index]]
 
+    def sums(self, values: Indices) -> Indices:
+        """``[sequences]``: the sum over each one's pieces of ``values[pieces]``."""
+        totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(values[self.order])])
+        return np.diff(totals[self.ends], prepend=0)
+
 
 def pack(lengths: Indices, capacity: int, seed: int) -> Packs:
     """Put pieces of ``lengths[pieces]``, none above ``capacity``, into as few sequences as best fit finds.

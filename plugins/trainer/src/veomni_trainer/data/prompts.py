@@ -1,4 +1,4 @@
-"""Reads a row's prompt and what follows it: both as text, or both as turns of a chat."""
+"""Reads a row's prompt and what follows it, both as text, or both as turns of a chat; and what labels say of a row."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from veomni_trainer.data.tables import Row
 from veomni_trainer.job.source_keys import Columns
 
 Said = str | list[Message]
+_VERDICTS = {"true": True, "false": False, "1": True, "0": False}  # as CSV holds them
 _TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
 
 
@@ -47,8 +48,7 @@ class PromptReader:
         """
         columns = self._columns
         if columns.messages is not None:
-            chat = self._turns(value_of(row, columns.messages), columns.messages, learned=True)
-            return self._within(row, None, {"completion": chat})
+            return self._within(row, None, {"completion": self._messages(row, columns.messages)})
         answers = {name: self._said(row, getattr(columns, name) or name) for name in names}
         prompt = self.prompt(row) if columns.prompt is not None else None
         kinds = {type(each) for each in answers.values()}
@@ -64,6 +64,10 @@ class PromptReader:
             prompt = prompt if isinstance(prompt, list) else self._asked(row, prompt)
             return prompt, {name: _as_turns(each) for name, each in answers.items()}
         return prompt, answers
+
+    def chat(self, row: Row) -> list[Message]:
+        """The turns of a whole chat. Raises BadLine if they are none."""
+        return self._with_system(row, self._messages(row, str(self._columns.messages)))
 
     def prompt(self, row: Row) -> Said:
         """The prompt alone, as text or as turns."""
@@ -118,6 +122,9 @@ class PromptReader:
             raise BadLine(f"column {name!r} must be text or a list of messages, got {shown(value)}")
         return self._turns(value, name, learned)
 
+    def _messages(self, row: Row, name: str) -> list[Message]:
+        return self._turns(value_of(row, name), name, learned=True)
+
     def _turns(self, value: Any, name: str, learned: bool) -> list[Message]:
         self.check_template(name)
         return read_messages(value, learned, self._no_media)
@@ -134,14 +141,11 @@ class PromptReader:
         return self._with_system(row, [Message({"role": "user", "content": text})])
 
     def _with_system(self, row: Row, turns: list[Message]) -> list[Message]:
-        return with_system(turns, _optional(row, self._columns.system))
-
-
-def with_system(turns: list[Message], text: str) -> list[Message]:
-    """The turns behind a system prompt, unless that is empty. Raises BadLine if they begin with one."""
-    if text and turns and turns[0]["role"] in ("system", "developer"):
-        raise BadLine("there is a system prompt in its own column, and another one among the turns")
-    return [Message({"role": "system", "content": text}), *turns] if text else turns
+        """The turns behind the row's system prompt, unless that is empty. Raises BadLine if they begin with one."""
+        text = _optional(row, self._columns.system)
+        if text and turns and turns[0]["role"] in ("system", "developer"):
+            raise BadLine("there is a system prompt in its own column, and another one among the turns")
+        return [Message({"role": "system", "content": text}), *turns] if text else turns
 
 
 def value_of(row: Row, name: str) -> Any:
@@ -158,6 +162,25 @@ def text_of(row: Row, name: str) -> str:
         raise BadLine(f"column {name!r} must be text, got {shown(value)}")
     check_characters(value, f"column {name!r}")
     return value
+
+
+def verdict_of(row: Row, name: str) -> bool:
+    """Whether the row's completion is wanted. Raises BadLine if the column holds neither true nor false."""
+    value = value_of(row, name)
+    verdict = _VERDICTS.get(str(value).lower()) if isinstance(value, (bool, int, str)) else None
+    if verdict is None:
+        raise BadLine(f"column {name!r} must be true or false, got {shown(value)}")
+    return verdict
+
+
+def class_of(row: Row, name: str) -> str:
+    """The row's label as text. Raises BadLine if it is neither text, nor an integer, nor true or false."""
+    value = value_of(row, name)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) or (isinstance(value, str) and value.strip()):
+        return str(value)
+    raise BadLine(f"column {name!r} must be a label (text or an integer), got {shown(value)}")
 
 
 def _optional(row: Row, name: str | None) -> str:

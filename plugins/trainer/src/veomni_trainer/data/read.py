@@ -1,31 +1,27 @@
-"""From the files of a source to what is learned of them, lazily, and in an order that is the same on every machine."""
+"""The documents of a source: texts, chats, prompts with completions, and tokens, tokenized lazily.
+
+Their order is the same on every machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from veomni_core.errors import JobFileError
-from veomni_trainer.data.document_rows import DocumentRows
+import numpy as np
+
+from veomni_core.commands import shown
+from veomni_trainer.data.columns import describe, find_columns
 from veomni_trainer.data.documents import Document, Example
-from veomni_trainer.data.files import DATASET, HUB, TEXT, FoundFile, find_files, other_kind
-from veomni_trainer.data.reading import BadLine, BadMedia, Reading, Unreadable
-from veomni_trainer.data.table_rows import Item, TableRows
-from veomni_trainer.data.tables import CsvTable, JsonLinesTable, JsonTable, Table
-from veomni_trainer.data.text import read_text
+from veomni_trainer.data.messages import Message
+from veomni_trainer.data.prompts import text_of, value_of
+from veomni_trainer.data.reading import BadLine, Reading, Unreadable
+from veomni_trainer.data.source_reader import SourceReader
+from veomni_trainer.data.tables import Row
 from veomni_trainer.data.tokens import Tokenizer
-from veomni_trainer.job.source_keys import Source
+from veomni_trainer.job.source_keys import Columns, Source
 
 _EXAMPLES, _CHARACTERS = 512, 1_000_000  # of a batch that is tokenized at once: whichever is reached first
-_KEYS = (  # for which formats (or, of columns, for which not), what that is called, and what else to do
-    ("split", (DATASET, HUB), "folders of save_to_disk and data sets of the Hub", ", and choose files by data.pattern"),
-    ("subset", (HUB,), "those", ""),
-    ("revision", (HUB,), "those", ""),
-    ("separator", ("csv", "tsv"), "CSV", ""),
-    ("columns", (TEXT,), "tables", ", or write data.format"),
-)
 
 
 def read_documents(
@@ -41,22 +37,12 @@ def read_documents(
     Raises:
         JobFileError: there is nothing to read, a file is unreadable, or a line is and ``bad_lines`` is ``stop``.
     """
-    rows = DocumentRows(source, tokenizer, reading)
-    for batch in _batches(read_source(source, reading, rows, streaming)):
+    for batch in _batches(_DocumentReader(source, tokenizer, reading, streaming=streaming).items()):
         encoded = iter(tokenizer.encode([each for each in batch if isinstance(each, Example)]))
         for each in batch:
             document = next(encoded) if isinstance(each, Example) else each
             reading.count_end(tokenizer.end_of(document))
             yield document
-
-
-def read_source(source: Source, reading: Reading, rows: TableRows[Item], streaming: bool = False) -> Iterator[Item]:
-    """What ``rows`` makes of the rows of a source, and of its files of text where it takes them.
-
-    Raises:
-        JobFileError: as :func:`read_documents`.
-    """
-    return _SourceReader(source, reading, rows, streaming).items()
 
 
 def _batches(items: Iterator[Example | Document]) -> Iterator[list[Example | Document]]:
@@ -72,133 +58,106 @@ def _batches(items: Iterator[Example | Document]) -> Iterator[list[Example | Doc
         yield batch
 
 
-class _SourceReader:
-    """Reads one source."""
+class _DocumentReader(SourceReader[Example | Document]):
+    """Makes a document of each row of one source. A file of text is a document too."""
 
-    def __init__(self, source: Source, reading: Reading, rows: TableRows[Any], streaming: bool) -> None:
-        self._source, self._reading, self._rows, self._streaming = source, reading, rows, streaming
+    def _find(self, there: Mapping[str, str], may_have_more: bool) -> Columns:
+        return find_columns(there, may_have_more)
 
-    def items(self) -> Iterator[Any]:
-        files = find_files(self._source, self._reading)
-        if not self._rows.needs:
-            self._check_one_kind(files)
-        for entry, found in groupby(files, lambda file: file.entry):
-            before = self._reading.documents
-            for file in found:
-                if file.format is not None:
-                    self._check_keys(file)
-                yield from self._file(file)
-            if self._reading.documents == before:
-                what = "rows" if self._rows.needs else "text"
-                raise JobFileError(f"{self._reading.key}: {entry} holds no {what}: {self._reading.describe()}")
+    def _describe(self, columns: Columns, there: Mapping[str, str]) -> str:
+        if columns.prompt is not None and columns.completion is None:
+            raise Unreadable("has prompts, and data.columns names no completion, which this train.method learns")
+        if columns.chosen is not None:
+            raise Unreadable("has answers of which one is preferred, and this train.method learns completions")
+        loss_on, is_written = self._source.loss_on, columns.text is not None or columns.input_ids is not None
+        if not is_written and loss_on == "assistant" and not self._tokenizer.has_offsets:
+            raise Unreadable(
+                "can't be learned in part, since this tokenizer doesn't say which characters a token stands for. Write "
+                "data.loss_on: all, or a tokenizer with a tokenizer.json"
+            )
+        if columns.messages is not None:
+            self._prompts.check_template(columns.messages)
+        return describe(columns, loss_on, self._prompts.form)
 
-    def _check_one_kind(self, files: list[FoundFile]) -> None:
-        """Refuse tables among text files: whether a table's syntax should be learned is the user's to say."""
-        tables = [file for file in files if file.format not in (TEXT, None)]
-        for file in files if tables else ():
-            if file.format == TEXT and _is_text(file.path):
-                raise JobFileError(
-                    f"{self._reading.key}: {tables[0].path} is {tables[0].format}, and {file.path} is text. Narrow "
-                    "data.pattern, put them into two of data.sources, or write data.format: text to train on every "
-                    "file as it is"
-                )
+    def _item(self, row: Row, columns: Columns, origin: str) -> Example | Document | None:
+        if columns.input_ids is not None:
+            return _tokens(row, columns, self._source.loss_on, self._tokenizer.vocab_size)
+        if columns.text is not None:
+            return self._text(text) if (text := text_of(row, columns.text)) else None
+        if columns.messages is None:
+            return self._pair(row, columns, origin)
+        return self._chat(row, columns, self._prompts.chat(row), origin)
 
-    def _check_keys(self, file: FoundFile) -> None:
-        """Refuse keys that say nothing of a file of this format."""
-        for key, formats, purpose, instead in _KEYS:
-            if getattr(self._source, key) is not None and (file.format in formats) == (key == "columns"):
-                is_ = "no data set of the Hub" if formats == (HUB,) else file.format
-                raise JobFileError(
-                    f"{self._reading.key}: {file.path} is {is_}, and data.{key} is for {purpose}. Remove it{instead}"
-                )
+    def _show(self, item: Example | Document) -> None:
+        if isinstance(item, Document):
+            pretrained, ids = self._tokenizer.pretrained, item.ids[:64].tolist()
+            item = Example(str(pretrained.decode(ids) if pretrained else ids))
+        self._reading.show(item)
 
-    def _file(self, file: FoundFile) -> Iterator[Any]:
-        if file.format is None:
-            what = f"is {other_kind(file.path)}: neither text nor a table. If it is one, write data.format"
-            self._leave_out(file, what)
-        elif file.path.is_file() and not file.path.stat().st_size:
-            self._leave_out(file, "is empty")
-        elif file.format == TEXT and self._rows.needs:
-            self._leave_out(file, f"is text, and this train.method needs a table of {self._rows.needs}")
-        elif file.format == TEXT:
-            try:
-                text = read_text(file.path)
-                if self._rows.processor is not None:
-                    self._rows.processor.check_words(text)
-            except (Unreadable, BadMedia) as problem:
-                self._leave_out(file, str(problem))
-            else:
-                yield self._counted(Example(text))
-                self._reading.read_file(TEXT)
-        else:
-            try:
-                yield from self._table(file, file.format)
-            except Unreadable as problem:
-                raise JobFileError(f"{self._reading.key}: {file.path} {problem}") from None
+    def _text(self, text: str) -> Example:
+        return self._checked(Example(text))
 
-    def _table(self, file: FoundFile, file_format: str) -> Iterator[Any]:
-        table = open_table(file.path, file_format, self._source, self._streaming)
-        there = table.columns()
-        wanted = self._rows.begin(there, table.has_schema, file.path) if there else ()
-        number = 0
-        for number, row in table.rows(wanted):
-            try:
-                if isinstance(row, BadLine):
-                    raise row
-                item = self._rows.read(row, number)
-            except BadLine as problem:
-                self._bad_line(f"{file.path}, {table.unit} {number}: {problem}", isinstance(problem, BadMedia))
-            except Unreadable as problem:
-                raise JobFileError(f"{self._reading.key}: {file.path}, {table.unit} {number}: {problem}") from None
-            else:
-                if item is None:
-                    self._reading.empty_rows += 1
-                else:
-                    if not self._reading.sample:
-                        self._rows.show(item)
-                    yield self._counted(item)
-        if number:
-            self._reading.read_file(file_format)
-        else:
-            self._leave_out(file, "is without rows")
+    def _checked(self, example: Example) -> Example:
+        """The example, whose words hold no token in whose place the model takes media."""
+        if self._processor is not None:
+            self._processor.check_words(example.text)
+        return example
 
-    def _counted(self, item: Item) -> Item:
-        self._reading.documents += 1
-        return item
+    def _pair(self, row: Row, columns: Columns, origin: str) -> Example | Document:
+        """A prompt and what follows it. The end token is learned too, since the completion ends there."""
+        loss_on, tools = self._source.loss_on, columns.tools or ""
+        prompt, answers = self._prompts.read(row, ("completion",))
+        completion = answers["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            if row.get(tools):
+                raise BadLine(f"column {tools!r} is not empty, and texts have no place for tools")
+            self._refuse_beside_text(row, columns)
+            text = prompt + completion
+            return self._checked(Example(text, None if loss_on == "all" else ((len(prompt), len(text)),)))
+        assert not isinstance(prompt, str) and not isinstance(completion, str)
+        for message in prompt if loss_on != "all" else ():
+            message.excluded = True
+        return self._chat(row, columns, [*prompt, *completion], origin)
 
-    def _bad_line(self, problem: str, is_media: bool) -> None:
-        key, such = ("media_errors", "rows") if is_media else ("bad_lines", "lines")
-        if getattr(self._source, key) == "stop":
-            stop = "" if problem.endswith((".", "?")) else "."
-            what_to_do = f"Correct it, or write data.{key}: skip to leave such {such} out"
-            raise JobFileError(f"{self._reading.key}: {problem}{stop} {what_to_do}")
-        self._reading.skip_line(problem, is_media)
-
-    def _leave_out(self, file: FoundFile, reason: str) -> None:
-        """Leave out a file without text, unless the job names it itself."""
-        if file.named:
-            raise JobFileError(f"{self._reading.key}: {file.path} {reason}")
-        self._reading.skip_file(file.path, reason)
+    def _chat(self, row: Row, columns: Columns, messages: list[Message], origin: str) -> Example | Document:
+        """A chat; one with media, or from a table that has columns of them, by the model's processor."""
+        if (media := self._media_of(row, columns, messages)) is not None:
+            return media.document(row, columns, messages, self._path, origin)
+        assert self._chats is not None  # or its template was missed
+        return self._checked(self._chats.example(messages, row.get(columns.tools or "")))
 
 
-def open_table(path: Path, file_format: str, source: Source, streaming: bool = False) -> Table:
-    """The table in a file of that format, or in a data set. ``datasets`` is imported only for what it reads."""
-    if file_format == "jsonl":
-        return JsonLinesTable(path)
-    if file_format == "json":
-        return JsonTable(path)
-    if file_format in ("csv", "tsv"):
-        usual = "," if file_format == "csv" else "\t"
-        return CsvTable(path, source.separator or usual, is_written=source.separator is not None)
+def _tokens(row: Row, columns: Columns, loss_on: str, vocabulary: int) -> Document | None:
+    """A document of the row's own tokens, to which nothing is added."""
+    assert columns.input_ids is not None
+    ids = _integers(row, columns.input_ids, 0, vocabulary - 1)
+    if columns.attention_mask is not None:
+        real = _integers(row, columns.attention_mask, 0, 1, len(ids)).astype(np.bool_)
+    else:
+        real = np.ones(len(ids), np.bool_)
+    learned = None
+    if columns.labels is not None:
+        labels = _integers(row, columns.labels, -100, vocabulary - 1, len(ids))
+        learned = labels != -100
+        if wrong := np.flatnonzero(learned & (labels != ids)).tolist():
+            raise BadLine(
+                f"column {columns.labels!r} has {labels[wrong[0]]} where the token is {ids[wrong[0]]} (at "
+                f"{wrong[0]}); a label is its token, or -100, and is not shifted"
+            )
+    elif columns.loss_mask is not None:
+        learned = _integers(row, columns.loss_mask, 0, 1, len(ids)).astype(np.bool_)
+    kept = ids[real].astype(np.uint16 if vocabulary <= 2**16 else np.uint32)
+    if not len(kept):
+        return None
+    return Document(kept, None if learned is None or loss_on == "all" else learned[real])
 
-    from veomni_trainer.data import dataset_tables
 
-    return dataset_tables.open_table(path, file_format, source, streaming)
-
-
-def _is_text(path: Path) -> bool:
-    try:
-        read_text(path)
-    except Unreadable:
-        return False
-    return True
+def _integers(row: Row, name: str, least: int, most: int, length: int | None = None) -> Any:
+    values = value_of(row, name)
+    if not isinstance(values, list) or not all(isinstance(each, (int, bool)) for each in values):
+        raise BadLine(f"column {name!r} must be a list of integers, got {shown(values)}")
+    if length is not None and len(values) != length:
+        raise BadLine(f"column {name!r} has {len(values)} values for {length} tokens")
+    if out := [each for each in values if not least <= each <= most]:
+        raise BadLine(f"column {name!r} has {out[0]}, which is not between {least} and {most}")
+    return np.asarray(values, np.int64)

@@ -1,9 +1,10 @@
-"""What was read of one source and what was left out; and the two ways in which reading fails."""
+"""What was read of one source, what was left out, and what became of it; and the two ways in which reading fails."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ class Unreadable(Exception):
 
 @dataclass
 class Reading:
-    """Counts what was read of the files that one key of the job names, and what was left out.
+    """Counts what was read of the files that one key of the job names, what was left out, and what became of it.
 
     Attributes:
         key: the key of the job, such as ``data.files``.
@@ -47,28 +48,52 @@ class Reading:
         media_tokens: how many tokens of the documents stand for them.
         bad_media: how many rows were left out since one of those can't be read.
         pictures: the first images, ``{"picture": a small one as a data URI, "text": what goes with it}``.
+        tokens: how many the documents have.
+        sequences: how many sequences they are, those for validation included.
+        what: what the sequences are; rows for a method's trainer have no tokens yet.
+        left_over: how many tokens at the end are too few for one more sequence.
+        truncated: how many documents were cut off.
+        fill_rate: of packed sequences, the part that is not padding.
+        learned: how many labels are learned.
+        learned_whole: how many would be, if no document were cut off.
+        media_cut_off: how many documents were left out, since their media would be cut off.
+        weight: how often it is drawn, relative to other sources.
+        training: how many sequences an epoch trains on.
+        validation: how many are validated on.
+        learned_validation: how many of the learned labels are those of the latter.
+        epochs: how often a training goes through it, on average over all seeds; ``None`` where nothing is drawn.
     """
 
     key: str = "data.files"
     documents: int = 0
-    files: dict[str, int] = field(default_factory=dict)
+    files: Counter[str] = field(default_factory=Counter)
     columns: str = ""
     unused: list[str] = field(default_factory=list)
     sample: str = ""
-    ends: dict[str, int] = field(default_factory=dict)
-    left_unrendered: dict[str, int] = field(default_factory=dict)
+    ends: Counter[str] = field(default_factory=Counter)
+    left_unrendered: Counter[str] = field(default_factory=Counter)
     skipped: dict[str, list[str]] = field(default_factory=dict)
     empty_rows: int = 0
     bad_lines: int = 0
     first_bad_lines: list[str] = field(default_factory=list)
-    media: dict[str, int] = field(default_factory=dict)
+    media: Counter[str] = field(default_factory=Counter)
     media_tokens: int = 0
     bad_media: int = 0
     pictures: list[dict[str, str]] = field(default_factory=list)
-
-    def read_file(self, file_format: str) -> None:
-        """Count a file that was read."""
-        self.files[file_format] = self.files.get(file_format, 0) + 1
+    tokens: int = 0
+    sequences: int = 0
+    what: str = "sequences"
+    left_over: int = 0
+    truncated: int = 0
+    fill_rate: float | None = None
+    learned: int = 0
+    learned_whole: int = 0
+    media_cut_off: int = 0
+    weight: float = 1.0
+    training: int = 0
+    validation: int = 0
+    learned_validation: int = 0
+    epochs: float | None = None
 
     def skip_file(self, path: Path, reason: str) -> None:
         """Count a file that is left out. The part of ``reason`` before a colon is the same for all such files."""
@@ -91,12 +116,11 @@ class Reading:
 
     def count_end(self, token: int | None) -> None:
         """Count the token with which a document is learned to end."""
-        key = str(-1 if token is None else token)  # text, as in JSON
-        self.ends[key] = self.ends.get(key, 0) + 1
+        self.ends[str(-1 if token is None else token)] += 1  # text, as in JSON
 
     def not_rendered(self, what: str) -> None:
         """Count something of a turn that the chat template left out."""
-        self.left_unrendered[what] = self.left_unrendered.get(what, 0) + 1
+        self.left_unrendered[what] += 1
 
     def details(self) -> list[str]:
         """A line each for the first row, for columns that are not read, and for what the chat template left out."""
@@ -111,9 +135,32 @@ class Reading:
         """``674 files; left out: 2 not UTF-8 text (a.bin, ...), 1 empty (b.txt)``."""
         return "; ".join([self._what(), *self._left_out()])
 
+    def describe_sequences(self) -> str:
+        """``6 tokens, 3 sequences, 0 tokens left over``."""
+        words = [*([f"{self.tokens:,} tokens"] if self.tokens else ()), f"{self.sequences:,} {self.what}"]
+        if self.fill_rate is not None:
+            words.append(f"{self.fill_rate:.1%} full")
+        if self.truncated:
+            words.append(f"{self.truncated:,} documents cut off at data.sequence_length")
+        if self.media_cut_off:
+            words.append(f"{self.media_cut_off:,} rows left out, whose media end after data.sequence_length")
+        if self.learned < self.learned_whole:
+            words.append(f"{self.learned:,} of {self.learned_whole:,} learned tokens left")
+        if self.left_over:
+            words.append(f"{self.left_over:,} tokens left over")
+        return ", ".join(words)
+
+    def describe_all(self) -> str:
+        """What was read and what became of it: its part of the line for the terminal."""
+        held_out = f", {self.validation:,} of them for validation" if self.validation else ""
+        drawn = f"; weight {self.weight:g}, {self.epochs:,.1f} epochs" if self.epochs is not None else ""
+        return f"{self.describe()}; {self.describe_sequences()}{held_out}{drawn}"
+
     def to_dict(self) -> dict[str, Any]:
-        """The counts, as JSON can hold them."""
-        return asdict(self)
+        """The same, as JSON can hold it."""
+        mixed = ("weight", "epochs") if self.epochs is None else ()
+        counts = {name: value for name, value in vars(self).items() if name not in mixed}
+        return {**counts, "description": self.describe_all()}
 
     def _what(self) -> str:
         if not self.columns:

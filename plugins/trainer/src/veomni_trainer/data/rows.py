@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -15,19 +14,15 @@ from transformers import PreTrainedTokenizerBase
 
 from veomni_core.errors import JobFileError
 from veomni_trainer.data.columns import check_columns, find_columns_of, names_of
-from veomni_trainer.data.corpus import Corpus, ReadSource
+from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.documents import Document, Example
-from veomni_trainer.data.labels import read_class, read_verdict
 from veomni_trainer.data.media.decoding import decode
-from veomni_trainer.data.media.placing import has_places
 from veomni_trainer.data.media.processor import MediaProcessor
 from veomni_trainer.data.media.sources import Medium
 from veomni_trainer.data.messages import ASSISTANT, Message, check_characters, read_tools, words_of
-from veomni_trainer.data.prompts import Said, text_of, value_of
-from veomni_trainer.data.read import read_source
+from veomni_trainer.data.prompts import Said, class_of, text_of, verdict_of
 from veomni_trainer.data.reading import BadLine, BadMedia, Reading
-from veomni_trainer.data.sequences import Counts
-from veomni_trainer.data.table_rows import TableRows
+from veomni_trainer.data.source_reader import SourceReader
 from veomni_trainer.data.tables import Row
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.method_keys import PAIRS, PROMPTS
@@ -38,16 +33,6 @@ TOOLS, IMAGES = "tools", "images"
 _KEY = "data.files"
 _ANSWERS = (*PAIRS[1:], "completion")
 _WHAT = {PAIRS: "preference pairs", PROMPTS: "prompts"}
-
-
-@dataclass(frozen=True)
-class RowCounts(Counts):
-    """How many rows were read, of what, and how often a training's epoch takes each."""
-
-    what: str = "rows"
-
-    def describe(self) -> str:
-        return f"{self.sequences:,} {self.what}"
 
 
 def read_rows(source: Source, tokenizer: Tokenizer, train: TrainSection) -> Corpus:
@@ -61,7 +46,7 @@ def read_rows(source: Source, tokenizer: Tokenizer, train: TrainSection) -> Corp
             chats have no template, or GRPO has prompts with an image and others without.
     """
     reading = Reading(_KEY)
-    rows = list(read_source(source, reading, _MethodRows(source, tokenizer, train, reading)))
+    rows = list(_RowReader(source, tokenizer, train, reading).items())
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
     if "image" in reading.media:
@@ -80,8 +65,7 @@ def read_rows(source: Source, tokenizer: Tokenizer, train: TrainSection) -> Corp
         ) from None
     repeated = train.drawn.num_generations if train.drawn else 1
     what = _WHAT.get(train.columns) or ("labelled texts" if train.method == "classify" else "judged completions")
-    counts = RowCounts(0, len(rows), what=what)
-    read = ReadSource(_KEY, reading, counts, source.weight, len(rows) * repeated, 0)
+    read = replace(reading, what=what, sequences=len(rows), training=len(rows) * repeated)
     return Corpus(dataset, {}, (read,), tokenizer.end, processor=tokenizer.processor if reading.media else None)
 
 
@@ -143,7 +127,7 @@ def check_answers(
             )
         cut += sum(len(each) > longest for each in whole)
         if whole and train.method != "reward" and row.get("label", True):
-            corpus.read[0].reading.count_end(end_of(Document(np.asarray(whole[0], np.uint32))))
+            corpus.read[0].count_end(end_of(Document(np.asarray(whole[0], np.uint32))))
         same += len(whole) == 2 and whole[0][:longest] == whole[1][:longest]
     if same and same == number:
         raise JobFileError(
@@ -163,22 +147,22 @@ def _whole(
     row: Mapping[str, Any], name: str, tokenizer: PreTrainedTokenizerBase, processor: MediaProcessor | None
 ) -> list[int]:
     """The tokens of a row's prompt with the answer ``name``, as TRL's trainers count them."""
-    said = row["prompt"] + row[name]
+    said, end = row["prompt"] + row[name], str(tokenizer.eos_token)
     if processor is not None:
         return list(prompt_inputs({**row, "prompt": said}, processor, is_asked=False)["input_ids"][0])
-    if isinstance(said, str):
-        end = str(tokenizer.eos_token)
-        return list(tokenizer(said if said.endswith(end) else said + end)["input_ids"])  # type: ignore[arg-type]
-    encoded: Any = tokenizer.apply_chat_template(said, tools=row.get(TOOLS), return_dict=True)
-    return list(encoded["input_ids"])
+    if isinstance(said, str) and not said.endswith(end):
+        said += end
+    return prompt_ids({**row, "prompt": said}, tokenizer, is_asked=False)
 
 
-def prompt_ids(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, name: str = "prompt") -> list[int]:
-    """The tokens of a row's prompt, or of the text in another column."""
+def prompt_ids(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, name: str = "prompt", is_asked: bool = True
+) -> list[int]:
+    """The tokens of a row's prompt, or of the text in another column; of turns for an answer, if it ``is_asked``."""
     prompt, tools = row[name], row.get(TOOLS)
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])  # type: ignore[arg-type]
-    encoded: Any = tokenizer.apply_chat_template(prompt, tools=tools, add_generation_prompt=True, return_dict=True)
+    encoded: Any = tokenizer.apply_chat_template(prompt, tools=tools, add_generation_prompt=is_asked, return_dict=True)
     return list(encoded["input_ids"])
 
 
@@ -191,7 +175,7 @@ def prompt_inputs(row: Mapping[str, Any], processor: MediaProcessor, is_asked: b
     return processor.inputs([text], [[("image", each) for each in row[IMAGES]]], **options)
 
 
-class _MethodRows(TableRows[dict[str, Any]]):
+class _RowReader(SourceReader[dict[str, Any]]):
     """Makes a row for the method's trainer of each row of one source."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer, train: TrainSection, reading: Reading) -> None:
@@ -200,15 +184,15 @@ class _MethodRows(TableRows[dict[str, Any]]):
             "images"
         )
         super().__init__(source, tokenizer, reading, tokenizer.no_media if train.takes_images else text_alone)
-        self._wanted, self.needs = train.columns, ", ".join(train.columns)
+        self._wanted, self._needs = train.columns, ", ".join(train.columns)
         self._classifies, self._draws = train.method == "classify", train.columns == PROMPTS
         self._written = None if self._classifies else self._written
         self._images_alone = f"train.method: {train.method} takes images in prompts alone, by TRL's trainer"
 
-    def begin(self, there: Mapping[str, str], has_schema: bool, path: Path) -> list[str]:
+    def _begin(self, there: Mapping[str, str], has_schema: bool) -> list[str]:
         if self._classifies:
             check_columns(self._wanted, there)
-        names = [*dict.fromkeys([*super().begin(there, has_schema, path), *self._wanted])]
+        names = [*dict.fromkeys([*super()._begin(there, has_schema), *self._wanted])]
         unused = () if self._draws else self._reading.unused  # other columns of prompts are for the reward
         self._reading.unused = [name for name in unused if name not in self._wanted]
         return [*there] if self._draws else names
@@ -222,13 +206,13 @@ class _MethodRows(TableRows[dict[str, Any]]):
         used = self._wanted if self._classifies else names_of(columns)
         return f"columns {', '.join(repr(name) for name in used if name in there)}"
 
-    def _item(self, row: Row, number: int, columns: Columns) -> dict[str, Any]:
+    def _item(self, row: Row, columns: Columns, origin: str) -> dict[str, Any]:
         tools: list[dict[str, Any]] | None = None
         images: list[Medium] | None = None
         read: dict[str, Any]
         if self._classifies:
             text, label = self._wanted
-            read = {text: text_of(row, text), label: read_class(value_of(row, label), label)}
+            read = {text: text_of(row, text), label: class_of(row, label)}
             if not read[text]:
                 raise BadLine(f"column {text!r} is empty")
         else:
@@ -244,8 +228,7 @@ class _MethodRows(TableRows[dict[str, Any]]):
             prompt, images = self._with_images(row, columns, prompt, said)
             read = {"prompt": _plain(prompt), **{name: _plain(each) for name, each in said.items()}}
             if "label" in self._wanted:
-                label = columns.label or "label"
-                read["label"] = read_verdict(value_of(row, label), label)
+                read["label"] = verdict_of(row, columns.label or "label")
             tools = read_tools(row.get(columns.tools or TOOLS))
             if tools and images:
                 raise BadLine("TRL renders no tools beside images; leave the column 'tools' out")
@@ -257,8 +240,8 @@ class _MethodRows(TableRows[dict[str, Any]]):
                     self._chats.check(prompt, answer, tools)
         words = json.dumps([read, tools], ensure_ascii=False)
         check_characters(words, "the row")
-        if self.processor is not None:
-            self.processor.check_words(words)
+        if self._processor is not None:
+            self._processor.check_words(words)
         if images is not None:
             read[IMAGES] = [{"path": each.path, "data": each.data} for each in images]
         return {**row, **read} if self._draws else {**read, **({TOOLS: tools} if tools else {})}
@@ -272,18 +255,17 @@ class _MethodRows(TableRows[dict[str, Any]]):
             return prompt, None
         turns = [each for each in answers.values() if not isinstance(each, str)]
         answered = [turn for each in turns for turn in each]
-        if (found := self._media_of(row, columns, [*prompt, *answered])) is None:
+        if (reader := self._media_of(row, columns, [*prompt, *answered])) is None:
             return prompt, None
-        if has_places(answered, self._source.placeholders):
+        if reader.placing.has_places(answered):
             raise BadMedia(f"an answer has a place for media, and {self._images_alone}")
-        reader, beside, folder = found
-        placed, media = reader.prompt(prompt, beside, folder, turns)
+        placed, media = reader.prompt(row, columns, prompt, self._path, turns)
         if others := [each.kind for each in media if each.kind != "image"]:
             raise BadMedia(f"there is {others[0]} in the row, and {self._images_alone}")
         return placed, media
 
-    def show(self, read: dict[str, Any]) -> None:
-        self._reading.show(Example(" | ".join(_shown(read[name]) for name in self._wanted)))
+    def _show(self, item: dict[str, Any]) -> None:
+        self._reading.show(Example(" | ".join(_shown(item[name]) for name in self._wanted)))
 
 
 def _plain(said: str | list[Message]) -> str | list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,25 +14,29 @@ from torch.utils.data import Dataset
 from veomni_core.errors import JobFileError
 from veomni_core.kernels import IGNORED
 from veomni_trainer.data.batches import CHAT
-from veomni_trainer.data.documents import Mask
 from veomni_trainer.data.packing import Indices, Pieces, pack
+from veomni_trainer.data.reading import Reading
 from veomni_trainer.data.token_store import TokenStore
 
 Sequence = dict[str, Any]  # of tensors; and where there are chats with media, each with its part of the tokens
 
 
 class Sequences(Dataset[Sequence]):
-    """Sequences as inputs of a causal language model; the model itself shifts the labels."""
+    """Sequences as inputs of a causal language model; the model itself shifts the labels.
+
+    Attributes:
+        learned: ``[sequences]``: how many labels are learned of each.
+        fill_rate: of packed sequences, the part of the tokens that comes from documents.
+    """
+
+    learned: Indices
+    fill_rate: float | None = None
 
     def __init__(self, store: TokenStore, length: int) -> None:
         self._store, self._length = store, length
 
     def __len__(self) -> int:
-        raise NotImplementedError
-
-    def learned(self, chosen: Mask | None = None) -> int:
-        """How many labels are learned of all sequences, or of those in the mask ``chosen`` ``[sequences]``."""
-        raise NotImplementedError
+        return len(self.learned)
 
     def __getitem__(self, index: int) -> Sequence:
         if not 0 <= index < len(self):
@@ -57,173 +61,114 @@ class Sequences(Dataset[Sequence]):
 class JoinedText(Sequences):
     """All documents one after the other, divided into sequences of ``length``; the last tokens are left over."""
 
-    def __len__(self) -> int:
-        return len(self._store.ids) // self._length
-
-    def learned(self, chosen: Mask | None = None) -> int:
-        return (len(self) if chosen is None else int(chosen.sum())) * (self._length - 1)
+    def __init__(self, store: TokenStore, length: int) -> None:
+        super().__init__(store, length)
+        self.learned = np.broadcast_to(np.int64(length - 1), len(store.ids) // length)  # one number in memory
 
     def _sequence(self, index: int) -> Sequence:
         ids, labels = self._tokens(index * self._length, self._length)
         return {"input_ids": ids, "labels": labels}
 
 
-class SingleDocuments(Sequences):
-    """One document per sequence; a longer one is cut off. One with media has its chat too, as in packed ones.
+class Documents(Sequences):
+    """One document per sequence, or several if they are packed; a longer one is cut off, or split if it is packed text.
+
+    Packed, ``position_ids`` restart at each, and the first token of each is not learned; what is left of a sequence is
+    filled with ``padding``, as a document of its own that is not learned. Where some have media, ``chat`` has their
+    chats, each with the slice of the sequence that is its own.
 
     Args:
         store: the documents.
         length: of a sequence, at most.
-        kept: the numbers of the documents that are sequences; by default all.
-    """
-
-    def __init__(self, store: TokenStore, length: int, kept: Indices | None = None) -> None:
-        super().__init__(store, length)
-        self._kept = np.arange(len(store.ends)) if kept is None else kept
-        self._pieces = Pieces.of(store.starts[self._kept], store.ends[self._kept], length, split=False)
-
-    def __len__(self) -> int:
-        return len(self._pieces.starts)
-
-    def learned(self, chosen: Mask | None = None) -> int:
-        labels = learned_in(self._store, self._pieces)
-        return int(labels.sum() if chosen is None else labels[chosen].sum())
-
-    def _sequence(self, index: int) -> Sequence:
-        ids, labels = self._tokens(int(self._pieces.starts[index]), int(self._pieces.lengths[index]))
-        chat = self._store.chats[int(self._kept[index])] if self._store.chats is not None else None
-        return {"input_ids": ids, "labels": labels, **({} if chat is None else {CHAT: [(slice(0, len(ids)), chat)]})}
-
-
-class PackedDocuments(Sequences):
-    """Several documents per sequence. ``position_ids`` restart at each, and the first token of each is not learned.
-
-    What is left of a sequence is filled with ``padding``, as a document of its own that is not learned. Where some have
-    media, ``chat`` has their chats, each with the slice of the sequence that is its own.
-
-    Args:
-        store: the documents.
-        length: of a sequence.
+        kept: the numbers of the documents that are in sequences.
+        packing: whether several share a sequence.
         padding: the token that fills it.
         seed: decides which documents share a sequence.
-        kept: as of :class:`SingleDocuments`.
     """
 
-    def __init__(self, store: TokenStore, length: int, padding: int, seed: int, kept: Indices | None = None) -> None:
+    def __init__(
+        self, store: TokenStore, length: int, kept: Indices, packing: bool, padding: int = 0, seed: int = 0
+    ) -> None:
         super().__init__(store, length)
-        self._padding = padding
-        self._kept = np.arange(len(store.ends)) if kept is None else kept
-        split = store.learned is None and store.chats is None
-        self._pieces = Pieces.of(store.starts[self._kept], store.ends[self._kept], length, split=split)
-        self._packs = pack(self._pieces.lengths, length, seed)
-
-    @property
-    def fill_rate(self) -> float:
-        """The part of the sequences' tokens that comes from documents."""
-        return float(self._pieces.lengths.sum()) / (len(self) * self._length)
-
-    def __len__(self) -> int:
-        return len(self._packs)
-
-    def learned(self, chosen: Mask | None = None) -> int:
-        labels = learned_in(self._store, self._pieces)
-        if chosen is None:
-            return int(labels.sum())
-        return sum(int(labels[self._packs[int(index)]].sum()) for index in np.flatnonzero(chosen))
+        self._kept, self._padding = kept, padding
+        split = packing and store.learned is None and store.chats is None
+        self._pieces = Pieces.of(store.starts[kept], store.ends[kept], length, split=split)
+        self._packs = pack(self._pieces.lengths, length, seed) if packing else None
+        self.learned = learned_in(store, self._pieces)
+        if self._packs is not None:
+            self.learned = self._packs.sums(self.learned)
+            tokens, there = len(self) * length, float(self._pieces.lengths.sum())
+            self.fill_rate = there / tokens if tokens else 0.0
 
     def _sequence(self, index: int) -> Sequence:
+        if self._packs is None:
+            ids, labels = self._piece(index)
+            return {"input_ids": ids, "labels": labels, **self._chats([(slice(0, len(ids)), index)])}
         ids, labels = (torch.full((self._length,), value) for value in (self._padding, IGNORED))
         positions, at = torch.zeros(self._length, dtype=torch.long), 0
-        chats = []
-        for piece in self._packs[index]:
-            start, length = int(self._pieces.starts[piece]), int(self._pieces.lengths[piece])
-            span = slice(at, at + length)
-            ids[span], labels[span] = self._tokens(start, length)
+        spans = []
+        for piece in self._packs[index].tolist():
+            span = slice(at, at + int(self._pieces.lengths[piece]))
+            ids[span], labels[span] = self._piece(piece)
             labels[at] = IGNORED
-            positions[span] = torch.arange(length)
-            at += length
-            if self._store.chats is not None and (chat := self._store.chats[int(self._kept[piece])]) is not None:
-                chats.append((span, chat))
+            positions[span] = torch.arange(span.stop - at)
+            spans.append((span, piece))
+            at = span.stop
         positions[at:] = torch.arange(self._length - at)
-        return {"input_ids": ids, "labels": labels, "position_ids": positions, **({CHAT: chats} if chats else {})}
+        return {"input_ids": ids, "labels": labels, "position_ids": positions, **self._chats(spans)}
 
+    def _piece(self, piece: int) -> tuple[Tensor, Tensor]:
+        return self._tokens(int(self._pieces.starts[piece]), int(self._pieces.lengths[piece]))
 
-@dataclass(frozen=True)
-class Counts:
-    """What became of the tokens.
-
-    Attributes:
-        tokens: how many were read.
-        sequences: how many sequences they are, those for validation included.
-        left_over: how many at the end are too few for one more sequence.
-        truncated: how many documents were cut off.
-        fill_rate: of packed sequences, the part that is not padding.
-        learned: how many labels are learned.
-        learned_whole: how many would be, if no document were cut off.
-        media_cut_off: how many documents were left out, since their media would be cut off.
-    """
-
-    tokens: int
-    sequences: int
-    left_over: int = 0
-    truncated: int = 0
-    fill_rate: float | None = None
-    learned: int = 0
-    learned_whole: int = 0
-    media_cut_off: int = 0
-
-    def describe(self) -> str:
-        """``6 tokens, 3 sequences, 0 tokens left over``."""
-        words = [f"{self.tokens:,} tokens", f"{self.sequences:,} sequences"]
-        if self.fill_rate is not None:
-            words.append(f"{self.fill_rate:.1%} full")
-        if self.truncated:
-            words.append(f"{self.truncated:,} documents cut off at data.sequence_length")
-        if self.media_cut_off:
-            words.append(f"{self.media_cut_off:,} rows left out, whose media end after data.sequence_length")
-        if self.learned < self.learned_whole:
-            words.append(f"{self.learned:,} of {self.learned_whole:,} learned tokens left")
-        if self.left_over:
-            words.append(f"{self.left_over:,} tokens left over")
-        return ", ".join(words)
+    def _chats(self, spans: list[tuple[slice, int]]) -> Sequence:
+        """The chats of a sequence's pieces, where some have media; each piece is a document then."""
+        if self._store.chats is None:
+            return {}
+        found = [(span, self._store.chats[int(self._kept[piece])]) for span, piece in spans]
+        chats = [(span, chat) for span, chat in found if chat is not None]
+        return {CHAT: chats} if chats else {}
 
 
 def arrange(
     store: TokenStore, length: int, packing: bool, padding: int, seed: int, skips_media: bool = False
-) -> tuple[Sequences, Counts]:
-    """The documents of ``store`` as sequences of at most ``length``.
+) -> tuple[Sequences, Reading]:
+    """The documents of ``store`` as sequences of at most ``length``, and what was read with the counts of these.
 
     A document whose media would be cut off is an error, or left out if ``skips_media``. Without ``packing``, documents
     of which everything is learned are text and joined; others get a sequence each.
     """
     sequences: Sequences
-    counts, kept = Counts(len(store.ids), 0), None
-    if store.chats is not None:
-        kept = _with_whole_media(store, length, skips_media)
-        counts = replace(counts, media_cut_off=len(store.ends) - len(kept))
-    if packing:
-        packed = sequences = PackedDocuments(store, length, padding, seed, kept)
-        counts = replace(counts, fill_rate=packed.fill_rate if len(packed) else 0.0)
-    elif store.learned is None and store.chats is None:
-        sequences = JoinedText(store, length)
-        counts = replace(counts, left_over=len(store.ids) % length)
+    left_over, kept = 0, _with_whole_media(store, length, skips_media)
+    if packing or store.learned is not None or store.chats is not None:
+        sequences = Documents(store, length, kept, packing, padding, seed)
     else:
-        sequences = SingleDocuments(store, length, kept)
-    whole = learned = sequences.learned()
-    if store.learned is not None:
-        counts = replace(counts, truncated=int((store.ends - store.starts > length).sum()))
-    if counts.truncated:
+        sequences, left_over = JoinedText(store, length), len(store.ids) % length
+    whole = learned = int(sequences.learned.sum())
+    truncated = 0 if store.learned is None else int((store.ends - store.starts > length).sum())
+    if truncated:
         whole = int(learned_in(store, Pieces(store.starts, store.ends - store.starts)).sum())
-    return sequences, replace(counts, sequences=len(sequences), learned=learned, learned_whole=whole)
+    return sequences, replace(
+        store.reading,
+        tokens=len(store.ids),
+        sequences=len(sequences),
+        training=len(sequences),
+        left_over=left_over,
+        truncated=truncated,
+        fill_rate=sequences.fill_rate,
+        learned=learned,
+        learned_whole=whole,
+        media_cut_off=len(store.ends) - len(kept),
+    )
 
 
 def _with_whole_media(store: TokenStore, length: int, skips: bool) -> Indices:
-    """The documents whose media are within ``length`` tokens.
+    """The numbers of the documents whose media are within ``length`` tokens.
 
     Raises:
         JobFileError: the others are not to be left out.
     """
-    assert store.chats is not None
+    if store.chats is None:
+        return np.arange(len(store.ends))
     kept = []
     for number, chat in enumerate(store.chats):
         if chat is None or chat.last <= length:

@@ -6,6 +6,7 @@ each sequence into Arrow and back into lists, which takes ten times as long.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
 
@@ -13,6 +14,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from veomni_trainer.data.documents import Document
+from veomni_trainer.data.orders import drawn_sources
 from veomni_trainer.data.read import read_documents
 from veomni_trainer.data.reading import Reading
 from veomni_trainer.data.sequences import Sequence, arrange
@@ -38,9 +40,9 @@ class Stream(IterableDataset[Sequence]):
         ends: how many of the documents read so far are learned to end with which token, as of :class:`Reading`.
     """
 
-    def __init__(self, data: DataSection, tokenizer: Tokenizer, seed: int, ends: dict[str, int] | None = None) -> None:
+    def __init__(self, data: DataSection, tokenizer: Tokenizer, seed: int, ends: Counter[str] | None = None) -> None:
         self._data, self._tokenizer, self._seed = data, tokenizer, seed
-        self.ends: dict[str, int] = {} if ends is None else ends
+        self.ends: Counter[str] = Counter() if ends is None else ends
         self._batch_size = self._ranks_per_batch = 1
 
     def in_batches(self, batch_size: int, ranks_per_batch: int) -> Stream:
@@ -61,11 +63,9 @@ class Stream(IterableDataset[Sequence]):
 
     def _mixed(self, sources: Mapping[str, Source]) -> Iterator[Sequence]:
         """Each next sequence is of a source that is drawn by weight."""
-        weights = np.array([source.weight for source in sources.values()])
         streams = [self._of_source(key, source) for key, source in sources.items()]
-        generator = np.random.default_rng(self._seed)
-        while True:
-            yield next(streams[generator.choice(len(streams), p=weights / weights.sum())])
+        for source in drawn_sources([source.weight for source in sources.values()], self._seed):
+            yield next(streams[source])
 
     def _shuffled(self, sequences: Iterator[Sequence]) -> Iterator[Sequence]:
         """Each next sequence is drawn from a buffer, and its place is filled by the one that is read."""

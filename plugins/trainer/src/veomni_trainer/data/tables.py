@@ -71,16 +71,10 @@ class JsonLinesTable:
                 yield number, _parse_object(line.rstrip())
 
 
-class JsonTable:
+class JsonTable(JsonLinesTable):
     """A JSON file with a list of objects, or with ``{"data": [...]}``. It is read whole."""
 
-    unit, has_schema = "row", False
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def columns(self) -> dict[str, str]:
-        return _columns_of(next((row for row in self._rows if row and isinstance(row, dict)), {}))
+    unit = "row"
 
     def rows(self, names: Collection[str]) -> Iterator[tuple[int, Row | BadLine]]:
         for number, row in enumerate(self._rows, start=1):

@@ -1,28 +1,40 @@
 """Tokenized documents in files that are mapped into memory, so that a corpus may be larger than memory.
 
+They stay in the cache, under a key of the files' contents and of the tokenizer, so that a source is tokenized once.
 The cache of ``datasets`` has no checksums, and its chunks are not one array of tokens, of which a sequence is any part.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shutil
+import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
+from filelock import FileLock
 from numpy.typing import NDArray
 
+from veomni_core.errors import HostError
 from veomni_trainer.data.documents import Document, Mask, Tokens
 from veomni_trainer.data.media.index import CHATS, ChatWriter, StoredChats
 from veomni_trainer.data.media.rows import MediaChat
 from veomni_trainer.data.reading import Reading
 
 _IDS, _ENDS, _LEARNED, _INDEX = "ids.bin", "ends.bin", "learned.bin", "index.json"
+_FORMAT = 5  # of the stored files; with another number, older ones are not looked at
 _BLOCK = 2**20  # so many tokens, or bytes, are written or hashed at once
+
+
+Write = Callable[[Path], None]  # of a store to an empty folder
 
 
 class DamagedStore(Exception):
@@ -93,7 +105,7 @@ def write_store(folder: Path, documents: Iterator[Document], reading: Reading, v
     index = {
         "dtype": dtype.name,
         "checksums": {path.name: checksum(path) for path in sorted([*folder.glob("*.bin"), *folder.glob(CHATS)])},
-        "reading": reading.to_dict(),
+        "reading": vars(reading),
     }
     (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
 
@@ -126,11 +138,82 @@ def read_store(folder: Path) -> TokenStore:
 
 def checksum(path: Path) -> str:
     """The xxh3 hash of a file's content: as fast as the file can be read."""
-    state = xxhash.xxh3_128()
     with path.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            state.update(block)
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+
+
+def default_cache() -> Path:
+    """``$VEOMNI_CACHE/tokens``, or ``veomni/tokens`` in the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("VEOMNI_CACHE") or f"{cache}/veomni") / "tokens"
+
+
+def key_of(files: list[Path], **facts: Any) -> str:
+    """A name for what comes out of ``files`` under ``facts``; both decide it, by content.
+
+    Every file is read and hashed: neither sizes nor times are trusted. A file that can't be read is left to the reader.
+    """
+    state = xxhash.xxh3_128(json.dumps([_FORMAT, facts], sort_keys=True).encode())
+    for path in files:
+        try:
+            content = checksum(path)
+        except OSError as error:
+            content = str(error.strerror)
+        state.update(f"{path.name}\0{content}\0".encode())
     return state.hexdigest()
+
+
+def cached(store: Path, write: Write, notes: list[str]) -> TokenStore:
+    """The store in the cache; where there is none, or a damaged one, which ``notes`` say, ``write`` fills a new folder.
+
+    Processes that need the same one at the same time write it once.
+
+    Raises:
+        HostError: the cache can't be written, or doesn't keep what is written.
+    """
+    try:
+        return read_store(store)
+    except DamagedStore as error:
+        if store.exists():
+            notes.append(f"note: the token cache {store} was damaged ({error}), and is made again")
+    try:
+        with _naming_failed_writes(store.parent):
+            return _made(store, write)
+    except DamagedStore as error:
+        raise HostError(
+            f"the token cache {store} was made again, and is damaged again ({error}): check its disk, or name another "
+            "folder as data.cache"
+        ) from error
+
+
+def _made(store: Path, write: Write) -> TokenStore:
+    """The store, which another process may have made while this one waited for the lock."""
+    store.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{store}.lock"):
+        with suppress(DamagedStore):
+            return read_store(store)
+        for left_over in store.parent.glob(f".{store.name}.*"):  # of a process that was killed
+            shutil.rmtree(left_over)
+        folder = Path(tempfile.mkdtemp(prefix=f".{store.name}.", dir=store.parent))
+        try:
+            write(folder)
+            shutil.rmtree(store, ignore_errors=True)
+            folder.rename(store)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return read_store(store)
+
+
+@contextmanager
+def _naming_failed_writes(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        at = error.filename or folder
+        raise HostError(
+            f"tokens can't be written to {folder}: {error.strerror} ({at}). Name another folder as data.cache (with "
+            "data.cache: false they are written to the system's temporary folder)"
+        ) from error
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from veomni_core.errors import ConfigError, JobFileError, did_you_mean
 from veomni_trainer.data.chat import check_template
-from veomni_trainer.data.documents import Document, Example, Mask, Span, Tokens
+from veomni_trainer.data.documents import Document, Example, Mask, Tokens, in_spans
 from veomni_trainer.data.media.processor import MediaProcessor, has_processor
 from veomni_trainer.data.messages import ONLY_TEXT
 from veomni_trainer.job.data_section import BYTES, PixelBudget
@@ -115,7 +115,7 @@ class PretrainedTokenizer:
             ids: Tokens = np.asarray(encoded["input_ids"][number], self._dtype)
             learned = None
             if example.learned is not None:
-                learned = _in_spans(np.asarray(encoded["offset_mapping"][number]).reshape(-1, 2), example.learned)
+                learned = in_spans(np.asarray(encoded["offset_mapping"][number]).reshape(-1, 2), example.learned)
             if example.ends and len(self._beginning):
                 ids = np.append(self._beginning, ids)
                 learned = None if learned is None else np.append(np.zeros(len(self._beginning), np.bool_), learned)
@@ -247,16 +247,3 @@ def _document(ids: Tokens, learned: Mask | None, end: int | None) -> Document:
     if end is None:
         return Document(ids, learned)
     return Document(np.append(ids, ids.dtype.type(end)), None if learned is None else np.append(learned, np.True_))
-
-
-def _in_spans(offsets: np.ndarray[Any, Any], spans: tuple[Span, ...]) -> Mask:
-    """Which tokens, given the ``offsets`` ``[tokens, 2]`` of their characters, hold a character of one of ``spans``.
-
-    Tokenizers that trim offsets put a token of white space alone behind its last character.
-    """
-    starts, ends = offsets[:, 0], offsets[:, 1]
-    starts = np.where(starts == ends, starts - 1, starts)
-    learned = np.zeros(len(offsets), np.bool_)
-    for start, end in spans:
-        learned |= (starts < end) & (ends > start)
-    return learned

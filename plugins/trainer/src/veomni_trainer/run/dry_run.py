@@ -14,7 +14,6 @@ from veomni_core import Plan, discover, make_plan
 from veomni_core.commands import FrozenJob, render_table
 from veomni_core.errors import ConfigError
 from veomni_trainer.data.corpus import Corpus
-from veomni_trainer.data.fingerprint import fingerprint
 from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.checkpoints import check_plan, check_sequences
 from veomni_trainer.output.folder import RunFolder
@@ -172,7 +171,7 @@ def dry_run(
     corpus = read_data(job, tokenizer)
     check_method(job, tokenizer, processes)
     if point.checkpoint:
-        check_sequences(point.checkpoint, fingerprint(corpus))
+        check_sequences(point.checkpoint, corpus.fingerprint())
     check_enough(corpus, job.train, processes)
     done = done or completion(job, folder, point, steps_of(corpus, job.train, processes))
     job = with_labels(job, corpus)

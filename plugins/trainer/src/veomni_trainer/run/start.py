@@ -15,7 +15,6 @@ from veomni_core.commands import FrozenJob
 from veomni_core.errors import JobFileError
 from veomni_trainer.data.batches import CHAT
 from veomni_trainer.data.corpus import Corpus, read_corpus
-from veomni_trainer.data.fingerprint import fingerprint
 from veomni_trainer.data.method_inputs import MethodInputs
 from veomni_trainer.data.rows import check_answers, prompt_ids, prompt_inputs, read_rows
 from veomni_trainer.data.streaming import Stream
@@ -97,7 +96,7 @@ def prepare(
     check_method(job, tokenizer, int(os.environ.get("WORLD_SIZE", "1")))
     kind, more = trl_config(job.train, job.data.sequence_length) if job.train.uses_trl else (TrainingArguments, {})
     arguments = training_arguments(job.train, folder.staging, kind, **more)
-    sequences = fingerprint(corpus)
+    sequences = corpus.fingerprint()
     if point.checkpoint:
         check_sequences(point.checkpoint, sequences)
     shared = sharing_of(job.train, arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from veomni_core.errors import ConfigError, JobFileError
 from veomni_trainer.data.corpus import Corpus
-from veomni_trainer.data.labels import in_order
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.method_keys import ClassifyKeys
 from veomni_trainer.job.schema import Job
@@ -59,7 +59,7 @@ def with_labels(job: Job, corpus: Corpus) -> Job:
         return job
     settings = job.train.classify or ClassifyKeys()
     rows: Any = corpus.training
-    found = in_order(rows[settings.label])
+    found = _in_order(rows[settings.label])
     labels, whose = settings.labels, "train.classify.labels"
     if labels is None and has_scores(job):
         stored: Any = _stored_config(job)
@@ -84,3 +84,15 @@ def _stored_config(job: Job) -> PretrainedConfig | None:
     if weights is None or not (Path(weights) / "config.json").is_file():
         return None
     return load_model_config(weights, trust_remote_code=job.model.trust_remote_code)
+
+
+def _in_order(labels: Iterable[str]) -> list[str]:
+    """Distinct labels: integers by their size, others by the alphabet.
+
+    Example:
+        >>> _in_order(["10", "9", "9"]), _in_order(["no", "maybe"])
+        (['9', '10'], ['maybe', 'no'])
+    """
+    found = set(labels)
+    numbers = all(each.lstrip("-").isdecimal() for each in found)
+    return sorted(found, key=int) if numbers else sorted(found)

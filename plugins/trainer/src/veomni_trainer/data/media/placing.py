@@ -13,16 +13,6 @@ from veomni_trainer.data.reading import BadMedia
 from veomni_trainer.job.source_keys import Placeholders
 
 
-def has_places(messages: Sequence[Message], placeholders: Placeholders) -> bool:
-    """Whether turns have parts of media, or placeholders for them."""
-    words = [word for word in placeholders.model_dump().values() if word is not None]
-    return any(
-        isinstance(each["content"], list)
-        or (each["role"] != ASSISTANT and any(word in each["content"] for word in words))
-        for each in messages
-    )
-
-
 class Placing:
     """Where media go in chats.
 
@@ -35,6 +25,14 @@ class Placing:
         self._words = {word: kind for kind, word in placeholders.model_dump().items() if word is not None}
         self._split = re.compile(f"({'|'.join(map(re.escape, self._words))})") if self._words else None
         self._fetches = fetches
+
+    def has_places(self, messages: Sequence[Message]) -> bool:
+        """Whether turns have parts of media, or placeholders for them."""
+        return any(
+            isinstance(each["content"], list)
+            or (each["role"] != ASSISTANT and any(word in each["content"] for word in self._words))
+            for each in messages
+        )
 
     def placed(
         self, messages: Sequence[Message], beside: Mapping[str, Sequence[Medium]], folder: Path

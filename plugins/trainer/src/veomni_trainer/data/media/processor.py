@@ -13,9 +13,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from veomni_core.errors import ConfigError, HostError
-from veomni_trainer.data.documents import Span
-from veomni_trainer.data.media.decoding import EXTRA
-from veomni_trainer.data.media.sources import KINDS
+from veomni_trainer.data.documents import Span, in_spans
+from veomni_trainer.data.media.decoding import EXTRA, decode
+from veomni_trainer.data.media.sources import KINDS, Medium
 from veomni_trainer.data.reading import BadMedia, Unreadable
 from veomni_trainer.job.data_section import PixelBudget
 from veomni_trainer.job.source_keys import PROCESSOR_FILES
@@ -102,6 +102,10 @@ class MediaProcessor:
     def sampling_rate(self) -> int | None:
         """Samples of audio per second."""
         return getattr(getattr(self.loaded, _PARTS["audio"], None), "sampling_rate", None)
+
+    def decoded(self, media: Sequence[Medium]) -> list[tuple[str, Any]]:
+        """The media with their kinds. Raises BadMedia if one can't be read."""
+        return [(each.kind, decode(each, self.sampling_rate)) for each in media]
 
     def save(self, folder: Path) -> None:
         """Write it to ``folder``; as it was read, where nothing needed it loaded."""
@@ -199,23 +203,15 @@ class MediaProcessor:
         places = [tuple(each["new_span"]) for each in moves[0]]
         if any(start == end for start, end in places):
             raise BadMedia(f"{type(self.loaded).__name__} makes no token of one of its media, which is too short")
-        starts, ends = offsets[:, 0], offsets[:, 1]
-        starts = np.where(starts == ends, starts - 1, starts)  # trimmed white space, as in data/tokens.py
-
-        def within(spans: Sequence[Span]) -> Any:
-            inside = np.zeros(len(ids), np.bool_)
-            for start, end in spans:
-                inside |= (starts < end) & (ends > start)
-            return inside
-
+        last = int(offsets[:, 1].max(initial=0))
         grown = moves[0][-1]["new_span"][1] - moves[0][-1]["span"][1] if moves[0] else 0
-        if learned is not None and ends.max(initial=0) > len(text) + grown:
+        if learned is not None and last > len(text) + grown:
             raise ConfigError(
                 f"{type(self.loaded).__name__} writes text of its own into a chat, so it can't be told which tokens "
                 "are learned. Write data.loss_on: all, or give the model a chat template that writes it"
             )
         stand_for = [token for token in {self.taken.get(kind) for kind, _ in media} if token is not None]
-        is_media = np.isin(ids, stand_for) if as_written else within(places)
+        is_media = np.isin(ids, stand_for) if as_written else in_spans(offsets, places)
         for kind in {kind for kind, _ in media} & {"image", "audio"}:  # frames of a video may come as images
             token = self.taken.get(kind)
             if token is not None and token not in ids[is_media]:
@@ -223,8 +219,8 @@ class MediaProcessor:
                     f"the processor in {self._folder} is not the model's: it writes no token {token} for an {kind}, "
                     f"which the model's config has as {kind}_token_id. Name the weights' own (data.tokenizer)"
                 )
-        spans = [(0, int(ends.max(initial=0)))] if learned is None else [_moved(span, moves[0]) for span in learned]
-        return ids, within(spans) & ~is_media, is_media
+        spans = [(0, last)] if learned is None else [_moved(span, moves[0]) for span in learned]
+        return ids, in_spans(offsets, spans) & ~is_media, is_media
 
 
 def _moved(span: Span, moves: Sequence[Any]) -> Span:

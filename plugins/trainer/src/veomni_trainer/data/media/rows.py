@@ -10,13 +10,13 @@ from typing import Any
 
 from veomni_trainer.data.chat import Chats
 from veomni_trainer.data.documents import Document, Span
-from veomni_trainer.data.media.decoding import decode, thumbnail
+from veomni_trainer.data.media.decoding import thumbnail
 from veomni_trainer.data.media.placing import Placing
 from veomni_trainer.data.media.processor import MediaProcessor
-from veomni_trainer.data.media.sources import KINDS, Medium
+from veomni_trainer.data.media.sources import KINDS, Medium, media_in
 from veomni_trainer.data.messages import Message
 from veomni_trainer.data.reading import BadMedia, Reading
-from veomni_trainer.job.source_keys import Source
+from veomni_trainer.job.source_keys import Columns, Source
 
 _PICTURES = 4  # that a report shows
 
@@ -37,10 +37,6 @@ class MediaChat:
     origin: str
     last: int
 
-    def decoded(self, processor: MediaProcessor) -> list[tuple[str, Any]]:
-        """The media with their kinds. Raises BadMedia if one can't be read."""
-        return [(each.kind, decode(each, processor.sampling_rate)) for each in self.media]
-
 
 class MediaRows:
     """Makes documents of chats whose rows have media.
@@ -49,56 +45,62 @@ class MediaRows:
         source: the source that they are of.
         processor: the model's.
         reading: counts what was read.
+
+    Attributes:
+        placing: where media go in chats.
     """
 
     def __init__(self, source: Source, processor: MediaProcessor, reading: Reading) -> None:
         self._processor, self._reading = processor, reading
         self._chats = Chats(processor, source.loss_on, reading.not_rendered)
-        self._placing = Placing(source.placeholders, source.media_urls)
+        self.placing, self._fetches = Placing(source.placeholders, source.media_urls), source.media_urls
 
     def document(
-        self, messages: Sequence[Message], tools: Any, beside: Mapping[str, Sequence[Medium]], folder: Path, origin: str
+        self, row: Mapping[str, Any], columns: Columns, messages: Sequence[Message], path: Path, origin: str
     ) -> Document:
         """The document of a row's chat.
 
         Args:
-            messages: its turns.
-            tools: the tools that it may call.
-            beside: the media of the row's columns, by kind.
-            folder: where paths in the turns go from.
+            row: the row.
+            columns: those of its media and tools.
+            messages: the chat's turns.
+            path: the row's file, from whose folder paths go.
             origin: the file and the row.
 
         Raises:
             BadLine: the chat can't be rendered.
             BadMedia: a medium can't be read, or there are more or fewer than places for them.
         """
-        placed, media = self._placed(messages, beside, folder)
-        example = self._chats.example(placed, tools)
+        placed, media = self._placed(row, columns, messages, path)
+        example = self._chats.example(placed, row.get(columns.tools or ""))
         ids, learned, last = self._expanded(example.text, example.learned, placed, media)
         return Document(ids.astype("uint32"), learned, MediaChat(example.text, tuple(media), origin, last))
 
     def prompt(
         self,
+        row: Mapping[str, Any],
+        columns: Columns,
         messages: Sequence[Message],
-        beside: Mapping[str, Sequence[Medium]],
-        folder: Path,
+        path: Path,
         answers: Sequence[Sequence[Message]],
     ) -> tuple[list[Message], list[Medium]]:
         """The turns of a prompt, each with a list of parts, and its media; as :meth:`document`, with what it raises.
 
         That the chat template renders each of the ``answers`` behind it is checked.
         """
-        placed, media = self._placed(messages, beside, folder)
+        placed, media = self._placed(row, columns, messages, path)
         for answer in answers or ((),):
-            self._chats.check([*map(Message, placed)], self._placing.placed(answer, {}, folder)[0], None)
+            self._chats.check([*map(Message, placed)], self.placing.placed(answer, {}, path.parent)[0], None)
         text = self._processor.apply_chat_template(placed, tokenize=False, add_generation_prompt=True)
         self._expanded(text, None, placed, media)
         return placed, media
 
     def _placed(
-        self, messages: Sequence[Message], beside: Mapping[str, Sequence[Medium]], folder: Path
+        self, row: Mapping[str, Any], columns: Columns, messages: Sequence[Message], path: Path
     ) -> tuple[list[Message], list[Medium]]:
-        placed, media = self._placing.placed(messages, beside, folder)
+        folder = path.absolute().parent
+        beside = {kind: media_in(row.get(name), kind, folder, self._fetches) for kind, name in columns.media.items()}
+        placed, media = self.placing.placed(messages, beside, folder)
         if others := sorted({each.kind for each in media} - {*self._processor.kinds}):
             kinds = ", ".join(self._processor.kinds) or "none"
             raise BadMedia(f"there is {others[0]} in the row, and the model with its processor takes: {kinds}")
@@ -111,7 +113,7 @@ class MediaRows:
         self._check_places(text, media)
         for part in (part for turn in turns for part in turn["content"]):
             self._processor.check_words(part.get("text", ""))
-        decoded = MediaChat(text, tuple(media), "", 0).decoded(self._processor)
+        decoded = self._processor.decoded(media)
         ids, is_learned, stands_for = self._processor.tokens(text, decoded, learned)
         self._count(media, int(stands_for.sum()), decoded, turns)
         return ids, is_learned, int(stands_for.nonzero()[0][-1]) + 1 if stands_for.any() else 0
@@ -131,7 +133,7 @@ class MediaRows:
     ) -> None:
         reading = self._reading
         for each in media:
-            reading.media[each.kind] = reading.media.get(each.kind, 0) + 1
+            reading.media[each.kind] += 1
         reading.media_tokens += tokens
         images = [each for kind, each in decoded if kind == "image"]
         if images and len(reading.pictures) < _PICTURES:
