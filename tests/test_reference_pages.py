@@ -145,7 +145,7 @@ def test_a_table_has_the_figures_of_several_files_and_where_they_are_from(result
     table = benchmarks.Table(files, ("shape", "kernel"), ("ms",), "ours")
     assert str(table).splitlines() == [header, "|---|---|---|---|", "| 8x16 | ours | 0.5 | 0.5 |", "", source]
     crossed = benchmarks.Table(files, ("shape",), ("ms -> ms (range)",), across="kernel")
-    assert str(crossed).splitlines()[2] == "| A | 8x16 | 0.5 (0.5–1.0) | 0.25 (0.25–0.5) |"
+    assert str(crossed).splitlines()[2] == "| A | 8x16 | 0.5 (0.5\N{EN DASH}1.0) | 0.25 (0.25\N{EN DASH}0.5) |"
 
 
 def test_the_speeds_are_of_kernels_that_are_there():
