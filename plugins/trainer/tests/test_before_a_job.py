@@ -17,6 +17,7 @@ from veomni_core.cli.app import build_app
 from veomni_core.errors import ConfigError, JobFileError, UnknownNameError, VeOmniError
 from veomni_trainer.job.json_schema import job_schema
 from veomni_trainer.job.load import load_job
+from veomni_trainer.job.new_job import new_job
 from veomni_trainer.run.dry_run import dry_run
 
 WriteJob = Callable[[dict[str, Any]], Path]
@@ -134,6 +135,11 @@ def test_init_takes_weights_where_there_are_some(
     arguments = ("--model", run / "checkpoint-4", "--data", tmp_path / "text", "--sequence-length", "32")
     assert _run("init", written, *arguments, "--steps", "2").exit_code == 0
     assert load_job(written).model.weights == str(run / "checkpoint-4")
+
+
+def test_init_takes_a_hub_id_for_weights() -> None:
+    written = yaml.safe_load(new_job("new.yaml", "org/tiny", "org/rows", "runs/new", 2, 32, "auto"))
+    assert written["model"]["weights"] == "org/tiny" and "config" not in written["model"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import yaml
 
 from veomni_core.commands import at_home
 from veomni_core.errors import ConfigError, did_you_mean
+from veomni_transformers.jobs.hub_snapshots import is_hub_id
 
 # Sizes of a model that learns something in minutes on one machine; a model type takes those keys that its config has.
 SMALL = {
@@ -28,8 +29,8 @@ def new_job(name: str, model: str, data: str, output_dir: str, steps: int, seque
 
     Args:
         name: the file's.
-        model: a folder with weights, a folder or file with a config, a Hub id, or a model type such as ``qwen3_moe``.
-        data: a file, a folder, a glob, or ``python-stdlib``.
+        model: a folder or Hub id with weights, a folder or file with a config, or a model type such as ``qwen3_moe``.
+        data: a file, a folder, a glob, a Hub id, or ``python-stdlib``.
 
     Raises:
         ConfigError: ``model`` is none of what it can be.
@@ -54,7 +55,7 @@ train:
 
 def _model_lines(model: str) -> str:
     path = at_home(model)
-    if path.is_dir() and any(path.glob("*.safetensors")):
+    if is_hub_id(model) or (path.is_dir() and any(path.glob("*.safetensors"))):
         return _line("weights", model)
     if path.exists() or "/" in model:
         return _line("config", model)

@@ -171,9 +171,9 @@ def init(
     job: Annotated[Path, typer.Argument(help="The YAML file to write; must not exist.")] = Path("job.yaml"),
     model: Annotated[
         str | None,
-        typer.Option(help="A folder of weights, a config's path, a Hub id, or a model type (a small, random model)."),
+        typer.Option(help="A folder or Hub id with weights, a config's path, or a model type (a small, random model)."),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="A file, a folder, a glob, or python-stdlib.")] = None,
+    data: Annotated[str | None, typer.Option(help="A file, a folder, a glob, a Hub id, or python-stdlib.")] = None,
     output_dir: Annotated[str | None, typer.Option(help="The run's folder.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
@@ -191,8 +191,8 @@ def init(
 
     text = new_job(
         job.name,
-        model=_ask(model, "--model", "Model (weights' folder, config, Hub id or model type)", None),
-        data=_ask(data, "--data", "Data (a file, folder or glob)", None),
+        model=_ask(model, "--model", "Model (weights' folder or Hub id, config, or model type)", None),
+        data=_ask(data, "--data", "Data (a file, folder, glob or Hub id)", None),
         output_dir=_ask(output_dir, "--output-dir", "Output folder", f"runs/{job.stem}"),
         steps=int(_ask(steps, "--steps", "Steps", "1000")),
         sequence_length=int(_ask(sequence_length, "--sequence-length", "Tokens per sequence", "1024")),

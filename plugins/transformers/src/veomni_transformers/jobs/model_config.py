@@ -16,6 +16,7 @@ from veomni_core.discovery.discover import discover
 from veomni_core.errors import ConfigError, HostError, JobFileError, UnknownNameError, did_you_mean
 from veomni_transformers.jobs.config_errors import explained
 from veomni_transformers.jobs.config_values import refuse_unfit_pairs, refuse_values
+from veomni_transformers.jobs.hub_snapshots import is_hub_id, nearest
 from veomni_transformers.jobs.job_files import shown
 from veomni_transformers.plugin_models import config_class_of
 
@@ -161,6 +162,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _from_hub(name: str, overrides: dict[str, Any], trust_remote_code: bool) -> PretrainedConfig:
+    if "/" in name and not is_hub_id(name):
+        raise JobFileError(f"{name}: there is no such folder or model config.{nearest(Path(name))}")
     try:
         stored = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         data, _ = PretrainedConfig.get_config_dict(name)
