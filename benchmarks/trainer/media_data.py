@@ -41,7 +41,7 @@ from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.run.start import Start, prepare
 from veomni_trainer.run.starting_point import StartingPoint
 from veomni_trainer.run.training import trainer_of
-from veomni_trainer.setup.machine_defaults import for_this_machine
+from veomni_trainer.setup.conditions import for_this_machine
 
 ROWS = 2  # of a batch
 KEPT, AS_TRAINED = "the same batches, kept in memory", "veomni train"

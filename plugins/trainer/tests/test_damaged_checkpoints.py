@@ -17,7 +17,7 @@ from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.manifest import damage
 from veomni_trainer.run.starting_point import starting_point
-from veomni_trainer.setup.machine_defaults import for_this_machine
+from veomni_trainer.setup.conditions import for_this_machine
 
 FILES = (
     "optimizer.pt",

@@ -20,7 +20,7 @@ from veomni_core import Hardware, build_foundation_model
 from veomni_core.planning.plan import Plan
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.loop.checkpoints import PLAN, SEQUENCES, check_plan, check_sequences
-from veomni_trainer.loop.early_stop import has_stopped
+from veomni_trainer.loop.early_ends import has_stopped
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.manifest import MANIFEST, damage
 from veomni_trainer.output.shards import LAYOUT, Layout, check_layout

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainingArguments
 
-from veomni_trainer.loop.device import wait_for
+from veomni_trainer.loop.measures import wait_for
 
 _STEP_DONE, _ALL_DONE = b".", b"!"
 

@@ -17,7 +17,7 @@ from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.method_inputs import MethodInputs
 from veomni_trainer.job.method_packages import require_trl
 from veomni_trainer.job.train_section import TrainSection
-from veomni_trainer.loop.sharded_trainer import ShardedTrainer
+from veomni_trainer.loop.corrected_trainer import CorrectedTrainer
 from veomni_trainer.loop.trainer import JobTrainer
 from veomni_trainer.output.metrics import Row
 from veomni_transformers.rollout_replay import RolloutReplay
@@ -65,10 +65,7 @@ class MethodTrainer(JobTrainer):
         if model.training:
             names = ("input_ids", "prompt_ids", "completion_ids", "chosen_input_ids", "rejected_input_ids")
             shapes = [inputs[name].shape for name in names if name in inputs]
-            tokens = sum(shape.numel() for shape in shapes) * self.args.world_size
-            self._clock.count(tokens)
-            if self._throughput:
-                self._throughput.count(tokens, shapes[0][-1])
+            self._count(sum(shape.numel() for shape in shapes) * self.args.world_size, shapes[0][-1])
         # Past JobTrainer's own, which asks for the model's outputs.
         loss: Any = super(JobTrainer, self).compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         return (loss, {}) if return_outputs else loss
@@ -229,7 +226,7 @@ class DrawnTrainer(MethodTrainer):
                 config.output_router_logits = True
 
     def _get_num_items_in_batch(self, *args: Any) -> Any:
-        return super(ShardedTrainer, self)._get_num_items_in_batch(*args)
+        return super(CorrectedTrainer, self)._get_num_items_in_batch(*args)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return super(JobTrainer, self)._get_train_sampler(*args, **kwargs)

@@ -8,23 +8,22 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from veomni_trainer.loop.alternating_steps import AlternatingSteps
-from veomni_trainer.loop.signals import receiving
 from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.run.terminal import receiving
 
 EAGER = "eager"  # the name of the run, and of its folder
-_MODULE = "veomni_trainer.run.eager_process"
 _STANDARD_ERROR = 2  # its file descriptor
 
 
 @dataclass(frozen=True)
 class EagerRun:
-    """The arguments of the eager run's process.
+    """The eager run, as its process is told of it.
 
     Attributes:
         job: the file of the job that it is compared with.
@@ -46,7 +45,7 @@ class EagerRun:
         There the allocator, the peak memory and the compiled code of this run don't affect it. In its own process
         group, it doesn't get the terminal's Ctrl-C.
         """
-        command = [sys.executable, "-m", _MODULE, json.dumps(asdict(self))]
+        command = [sys.executable, "-m", "veomni_trainer.run.eager_process", json.dumps(asdict(self))]
         if self.turns is None:
             # Where this process prints to standard error (under --json), so does the child.
             output = _STANDARD_ERROR if sys.stdout is sys.stderr else None
@@ -55,28 +54,15 @@ class EagerRun:
         return subprocess.Popen(command, process_group=0, pass_fds=self.turns, stdout=subprocess.DEVNULL)
 
 
-class EagerBeside:
-    """The eager run that takes turns with the training in this process."""
-
-    def __init__(self, child: subprocess.Popen[bytes], turns: AlternatingSteps) -> None:
-        self._child, self.turns = child, turns
-
-    def wait(self, stop: bool) -> int:
-        """End this process's turns, and wait for the eager run; returns its exit code.
-
-        Args:
-            stop: whether it shall end like this process's training, with a checkpoint after the same step.
-        """
-        with receiving(lambda number, _: self._child.send_signal(number)):
-            if stop and self._child.poll() is None:
-                self._child.send_signal(signal.SIGINT)
-            self.turns.end()
-            return self._child.wait()
-
-
 @contextmanager
-def eager_beside(job_text: str, folder: RunFolder, resume: bool, accept_plan_change: bool) -> Iterator[EagerBeside]:
-    """Start the eager run of a job, which waits for its turn. If this process's training fails, the eager run ends."""
+def eager_beside(
+    job_text: str, folder: RunFolder, resume: bool, accept_plan_change: bool
+) -> Iterator[tuple[AlternatingSteps, Callable[[bool], int]]]:
+    """Start the eager run of a job, which waits for its turn. If this process's training fails, the eager run ends.
+
+    Gives this process's turns, and what ends these and waits for the eager run; that takes whether the run shall end
+    like this process's training, with a checkpoint after the same step, and returns its exit code.
+    """
     eager = folder.compared(EAGER)
     received, sends = os.pipe()
     hears, sent = os.pipe()
@@ -87,14 +73,22 @@ def eager_beside(job_text: str, folder: RunFolder, resume: bool, accept_plan_cha
         child = EagerRun(str(job), str(eager.path), resume, accept_plan_change, (received, sent)).start()
         os.close(received)
         os.close(sent)
-        beside = EagerBeside(child, AlternatingSteps(hears, sends, first=True))
+        turns = AlternatingSteps(hears, sends, first=True)
+
+        def wait(stop: bool) -> int:
+            with receiving(lambda number, _: child.send_signal(number)):
+                if stop and child.poll() is None:
+                    child.send_signal(signal.SIGINT)
+                turns.end()
+                return child.wait()
+
         try:
-            yield beside
+            yield turns, wait
         except BaseException:
-            beside.wait(stop=True)
+            wait(True)
             raise
         finally:
-            beside.wait(stop=False)
+            wait(False)
 
 
 def train_eager(folder: RunFolder, accept_plan_change: bool) -> int:

@@ -13,11 +13,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from veomni_core.errors import CheckpointError, ConfigError
 from veomni_trainer.job.resuming import OnResume, changed_keys, refuse_changes
 from veomni_trainer.job.schema import Job
-from veomni_trainer.loop.early_stop import has_stopped
+from veomni_trainer.loop.early_ends import has_stopped
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.manifest import damage, total_bytes
 from veomni_trainer.output.shards import Layout, check_layout, is_sharded
-from veomni_trainer.run.console import is_main_process
+from veomni_trainer.run.terminal import is_main_process
 from veomni_trainer.setup.adapter import check_resumed
 
 _FSDP_WEIGHTS = "pytorch_model_fsdp*"

@@ -17,7 +17,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from veomni_core.errors import CheckpointError, ConfigError, HostError, did_you_mean
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.adapters import ADAPTER_CONFIG, is_adapter, load_adapter
-from veomni_trainer.setup.precision import precision_of
+from veomni_trainer.setup.conditions import precision_of
 from veomni_trainer.setup.towers import excluded_modules
 from veomni_transformers.jobs.hub_snapshots import is_hub_id
 from veomni_transformers.jobs.model_config import load_model_config

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from veomni_core import Plan
 from veomni_core.errors import HostError
+from veomni_trainer.job.precision import PrecisionName
 from veomni_trainer.job.train_section import TrainSection
-from veomni_trainer.setup.precision import check_precision
 
 
 def training_arguments(
@@ -76,7 +77,7 @@ def training_arguments(
         metric_for_best_model="loss" if train.early_stop else None,
         prediction_loss_only=True,
         dataloader_drop_last=True,  # every step has the same shape
-        # veomni_trainer.loop.sharded_trainer averages over processes. Trainer would multiply the experts' load-
+        # veomni_trainer.loop.corrected_trainer averages over processes. Trainer would multiply the experts' load-
         # balancing loss by their number.
         average_tokens_across_devices=False,
         accelerator_config={"dispatch_batches": False},  # each process reads its own sequences of a stream
@@ -93,6 +94,20 @@ def training_arguments(
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # without torchrun transformers would use nn.DataParallel
     return arguments
+
+
+def check_precision(precision: PrecisionName | None, on_cpu: bool) -> None:
+    """Raise HostError if this machine can't compute in ``precision``."""
+    if precision == "fp16_mixed" and on_cpu:
+        raise HostError(
+            "train.precision is fp16_mixed, but accelerate scales losses on accelerators only, and this job runs on "
+            "the CPU. Write train.precision: bf16_mixed or float32"
+        )
+    if precision == "bf16_mixed" and not on_cpu and not is_torch_bf16_gpu_available():
+        raise HostError(
+            "train.precision is bf16_mixed, but this accelerator does not compute in bfloat16. Write "
+            "fp16_mixed or float32"
+        )
 
 
 def device_of(train: TrainSection) -> torch.device:

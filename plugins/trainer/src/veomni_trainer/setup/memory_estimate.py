@@ -16,8 +16,7 @@ from veomni_trainer.job.parameter_bytes import parameter_bytes
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.setup.adapter import check_adapter, with_adapter
-from veomni_trainer.setup.model import conditions
-from veomni_trainer.setup.precision import precision_of, weights_dtype
+from veomni_trainer.setup.conditions import conditions, precision_of, weights_dtype
 from veomni_trainer.setup.step_memory import StepMemory, layers_of, step_memory
 from veomni_transformers.engine.parallel_plan import get_parallel_plan
 

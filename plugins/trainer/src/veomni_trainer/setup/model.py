@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from veomni_core import JobConditions, OpsConfig, Plan, Registry, build_foundation_model
+from veomni_core import OpsConfig, Plan, build_foundation_model
 from veomni_core.errors import CheckpointError, ConfigError
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.parameter_groups import check_groups
@@ -19,64 +19,15 @@ from veomni_trainer.job.schema import Job
 from veomni_trainer.output.shards import reason
 from veomni_trainer.setup.adapter import check_adapter, quantization_config
 from veomni_trainer.setup.causal_models import check_causal
-from veomni_trainer.setup.precision import precision_of, weights_dtype
+from veomni_trainer.setup.conditions import conditions, weights_dtype
+from veomni_trainer.setup.processes import check_sharding
 from veomni_trainer.setup.scoring_models import as_scorer, has_scores
-from veomni_trainer.setup.sharding import check_sharding, distributed_config
 from veomni_trainer.setup.towers import freeze, settle_media
-from veomni_transformers.build import build_skeleton as unbound_skeleton
+from veomni_transformers import build
 from veomni_transformers.jobs.model_config import load_model_config
 from veomni_transformers.towers.parts import tower_of, towers
 
 _VOCABULARY_STEP = 64
-
-
-def ops_implementation(job: Job) -> Any:
-    """The section of that name. A method of TRL's computes its loss itself, from log-probabilities.
-
-    Raises:
-        ConfigError: the job names a kernel for a loss that would never run.
-    """
-    written = job.model.ops_implementation
-    if not job.train.uses_trl or not isinstance(written, Mapping):
-        return written
-    from veomni_bridges.losses import with_eager_losses, with_log_probabilities
-
-    eager = with_eager_losses(written, f"TRL's trainers (train.method: {job.train.method})")
-    return with_log_probabilities(eager) if job.train.takes_logprobs else eager
-
-
-def ops_config(job: Job, registry: Registry | None = None) -> OpsConfig:
-    """The kernels that the job chooses, of the plugins in ``registry``; they are discovered without it.
-
-    Raises:
-        ConfigError: the job chooses none, or names a field, value or preset that doesn't exist.
-    """
-    return OpsConfig.from_dict({"model": {"ops_implementation": ops_implementation(job)}}, registry)
-
-
-def conditions(job: Job) -> JobConditions:
-    """The conditions, besides the model, that the job's plan depends on: device, precision and sizes."""
-    return JobConditions(
-        device="cpu" if job.train.device == "cpu" else None,
-        autocast=precision_of(job).autocast,
-        dtype=weights_dtype(job),
-        distributed_config=distributed_config(job.train),
-        ops_implementation=ops_implementation(job) if job.train.uses_trl else None,
-        batch=_batch(job),
-        needs_accelerator=job.train.device == "cuda",
-    )
-
-
-def _batch(job: Job) -> tuple[int, int] | None:
-    """The shape of a step on one device; ``None`` where ``veomni tune`` doesn't measure such steps.
-
-    Packed sequences, TRL's rows and sequences that processes share have other shapes, and adapters other gradients.
-    """
-    train = job.train
-    shared = train.ranks_per_sequence > 1 or train.is_sharded or train.fsdp
-    if job.data.packing or job.lora or train.method != "pretrain" or shared:
-        return None
-    return train.batch_size, job.data.sequence_length
 
 
 def check_model(job: Job, tokenizer: Tokenizer) -> None:
@@ -90,8 +41,7 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
         HostError: this machine's libraries can't shard models, or the processes are not as many as the sizes need.
     """
     config = model_config(job, tokenizer)
-    options: Any = {"trust_remote_code": job.model.trust_remote_code, "modeling": job.model.modeling}
-    skeleton: Any = unbound_skeleton(config, **options)
+    skeleton: Any = unbound_skeleton(job, config)
     if not job.train.scores_sequences:
         check_causal(skeleton)
     settle_media(job, tokenizer, skeleton)
@@ -158,6 +108,16 @@ def _refuse_not_finite(model: PreTrainedModel, weights: Path | str) -> None:
             f"{weights}: {bad[0]}{more} holds values that are not finite, so every loss would be nan. Copy or download "
             "the weights again, or use earlier ones"
         )
+
+
+def unbound_skeleton(job: Job, config: PretrainedConfig) -> PreTrainedModel:
+    """The job's model in its own code, on the meta device."""
+    return build.build_skeleton(
+        config,
+        torch_dtype=weights_dtype(job),
+        trust_remote_code=job.model.trust_remote_code,
+        modeling=job.model.modeling,
+    )
 
 
 def build_skeleton(job: Job, ops: OpsConfig, tokenizer: Tokenizer) -> PreTrainedModel:
