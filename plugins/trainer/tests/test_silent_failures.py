@@ -16,8 +16,8 @@ from veomni_core.errors import CheckpointError, ConfigError, HostError, JobFileE
 from veomni_trainer.job.load import load_job
 from veomni_trainer.run.failures import naming_lack_of_memory
 from veomni_trainer.run.training import InterruptCallback
-from veomni_trainer.setup.causal_models import check_causal
-from veomni_trainer.setup.rewards import load_reward
+from veomni_trainer.setup.method_models import check_causal
+from veomni_trainer.setup.trl_arguments import load_reward
 from veomni_transformers.build import build_skeleton
 
 Train = Callable[..., bool]

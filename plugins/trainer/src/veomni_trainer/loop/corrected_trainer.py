@@ -32,9 +32,11 @@ class CorrectedTrainer(Trainer):
     transformers 5.23 clips gradients over several device meshes by itself, and doesn't save what it could resume.
 
     Attributes:
+        counts_labels: whether a step's loss is divided by the labels that it learns; else it is a mean already.
         learned_tokens: how many labels the step learns, over all ranks; ``None`` where the method counts otherwise.
     """
 
+    counts_labels = True
     learned_tokens: Tensor | None = None
 
     def __init__(self, train: TrainSection, *args: Any, **kwargs: Any) -> None:
@@ -61,7 +63,7 @@ class CorrectedTrainer(Trainer):
             ConfigError: the model always divides by the labels of a micro-batch, a step has several, and not all labels
                 are learned.
         """
-        if not batch_samples:
+        if not batch_samples or not self.counts_labels:
             return None
         labels = sum(learned_labels(batch["labels"]) for batch in batch_samples)
         mean: Tensor = self.accelerator.reduce(torch.as_tensor(labels, device=device).float(), "mean")

@@ -15,6 +15,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from veomni_core.errors import ConfigError
 from veomni_trainer.data.batches import learned_labels
 from veomni_trainer.data.corpus import Corpus
+from veomni_trainer.data.method_inputs import MethodInputs
 from veomni_trainer.data.orders import SharedBatches, validation_batches
 from veomni_trainer.data.streaming import Stream
 from veomni_trainer.job.train_section import TrainSection
@@ -52,9 +53,9 @@ class JobTrainer(CorrectedTrainer):
         loads: ExpertLoads | None = None,
         norms: Collection[nn.Module] = (),
         throughput: Throughput | None = None,
-        **more: Any,
+        inputs: MethodInputs | None = None,
     ) -> None:
-        self._throughput = throughput
+        self._throughput, self._method_inputs = throughput, inputs
         self.clock, self._loads, self._corpus, self._norms = StepClock(), loads, corpus, norms
         self.bad_steps = BadSteps(train, self._loss_scale)
         super().__init__(
@@ -64,7 +65,6 @@ class JobTrainer(CorrectedTrainer):
             # The last one reads the other callbacks' decisions, and bad_steps those of all before it.
             callbacks=[*callbacks, self.bad_steps, _StepCallback(self)],
             **self.inputs_of(model, corpus, train),
-            **more,
         )
         self.optimizer_cls_and_kwargs = optimizer_for(train, model)
         self.remove_callback(PrinterCallback)
@@ -87,6 +87,9 @@ class JobTrainer(CorrectedTrainer):
     def curves(self) -> Row:
         """What the method has measured since the last row, by the names of its curves."""
         return {}
+
+    def look_at(self, outputs: Any, inputs: dict[str, Any]) -> None:
+        """Take what the model computed of a batch that is no validation's; overridden by methods that measure it."""
 
     def start_step(self) -> None:
         """Clear the losses of the previous step."""
@@ -209,6 +212,8 @@ class JobTrainer(CorrectedTrainer):
             loss, outputs = super().compute_loss(
                 model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
             )
+        if model.training:
+            self.look_at(outputs, inputs)
         if model.training and (aux_loss := getattr(outputs, "aux_loss", None)) is not None:
             self._aux_loss = aux_loss.detach()
             if num_items_in_batch is not None and self.model_accepts_loss_kwargs:

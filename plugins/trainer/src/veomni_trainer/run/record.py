@@ -7,19 +7,21 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import SchedulerType, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback, TrackioCallback, WandbCallback
 
-from veomni_core import Binding
 from veomni_core.errors import HostError
-from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.job.load import dump_job
 from veomni_trainer.output.metrics import Row, append_metrics, truncate_metrics
 from veomni_trainer.report.progress import Progress
 from veomni_trainer.report.write import RunEnding, write_report
 from veomni_trainer.run.terminal import print_once
 from veomni_transformers.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from veomni_trainer.run.start import Start
 
 _SECONDS_BETWEEN = 30.0
 _LARGEST_SHARE = 0.02  # of the time that a run takes
@@ -44,31 +46,16 @@ class RunRecord(TrainerCallback):
     Earlier results stay untouched until the first step is done, and no tracker is started until then. The report is
     written at most every half minute, and at most a fiftieth of the time; validations don't wait for the half minute.
 
-    Args:
-        folder: the run's.
-        binding: of its model.
-        job_text: the job, as YAML.
-        read: what the data was read from.
-        resumed_from: the step after which the run goes on; 0 of a new one.
+    Attributes:
         progress: shows rows in the terminal.
-        report_to: the trackers. ``Trainer`` calls its own callbacks with means over several steps, so these are not
-            among them.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        binding: Binding,
-        job_text: str,
-        read: list[dict[str, Any]],
-        resumed_from: int,
-        progress: Progress,
-        report_to: Sequence[str],
-    ) -> None:
-        self._folder, self._binding, self._job_text, self._read = folder, binding, job_text, read
-        self._resumed_from, self._progress, self._report_to = resumed_from, progress, report_to
+    def __init__(self, start: Start) -> None:
+        self._start, self._folder, self._resumed_from = start, start.folder, start.point.step
+        self.progress = Progress(start.steps, start.point.step)
         self._begun = self._warned = False
         self._reported, self._cost = time.monotonic(), 0.0
+        # Trainer calls its own callbacks with means over several steps, so these are not among them.
         self._trackers: list[TrainerCallback] = []
         self._now: tuple[Any, ...] = ()
         self._model: Any = None
@@ -87,7 +74,7 @@ class RunRecord(TrainerCallback):
             self._begin()
             self._begun = True
             args.run_name = args.run_name or self._folder.path.name
-            self._trackers = [self._tracker(name) for name in self._report_to]
+            self._trackers = [self._tracker(name) for name in self._start.job.train.report_to]
             for tracker in self._trackers:
                 tracker.on_train_begin(*self._now, model=model)
 
@@ -99,7 +86,7 @@ class RunRecord(TrainerCallback):
         if "bad" in row and not self._warned:
             self._warned = True
             print_once(f"warning: step {row['step']}: {row['bad']}. No checkpoint is written of such a step")
-        self._progress.show(row)
+        self.progress.show(row)
         logs = {key: value for key, value in row.items() if key != "step" and isinstance(value, (int, float))}
         if "validation_loss" in logs:
             logs = {"eval_loss": logs["validation_loss"]}  # transformers puts it under eval/
@@ -135,10 +122,10 @@ class RunRecord(TrainerCallback):
             self._folder.report.unlink(missing_ok=True)
         else:
             self._folder.clear()
-        write_whole(self._folder.plan, self._binding.plan.to_json())
-        write_whole(self._folder.receipt, self._binding.receipt.to_json())
-        write_whole(self._folder.data, json.dumps(self._read, indent=1))
-        write_whole(self._folder.job, self._job_text)
+        write_whole(self._folder.plan, self._start.binding.plan.to_json())
+        write_whole(self._folder.receipt, self._start.binding.receipt.to_json())
+        write_whole(self._folder.data, json.dumps([each.to_dict() for each in self._start.corpus.read], indent=1))
+        write_whole(self._folder.job, dump_job(self._start.job))
 
     def _tracker(self, name: str) -> TrainerCallback:
         if name != "tensorboard":

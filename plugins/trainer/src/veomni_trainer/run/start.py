@@ -21,25 +21,24 @@ from veomni_trainer.data.method_inputs import MethodInputs
 from veomni_trainer.data.rows import check_answers, prompt_ids, prompt_inputs, read_rows
 from veomni_trainer.data.streaming import Stream
 from veomni_trainer.data.tokens import Tokenizer
-from veomni_trainer.job.load import dump_job
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
-from veomni_trainer.loop.checkpoints import Origin, check_plan, check_sequences
 from veomni_trainer.output.disk import check_disk_space
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.hub import check_push
 from veomni_trainer.output.trained_sample import Sample, sample_ids
 from veomni_trainer.run.check import check_libraries
+from veomni_trainer.run.checkpoints import check_plan, check_sequences
 from veomni_trainer.run.record import check_trackers
 from veomni_trainer.run.starting_point import StartingPoint, describe_resumption
 from veomni_trainer.run.terminal import print_once
 from veomni_trainer.setup.adapter import check_validates, with_adapter
 from veomni_trainer.setup.arguments import may_leave_parameters_unused, training_arguments
 from veomni_trainer.setup.conditions import conditions, ops_config
+from veomni_trainer.setup.method_models import with_labels
 from veomni_trainer.setup.model import build_model, build_skeleton, check_model
 from veomni_trainer.setup.packing import check_packed_media, check_packing
 from veomni_trainer.setup.processes import check_started, set_process_timeout, sharing_of
-from veomni_trainer.setup.scoring_models import with_labels
 from veomni_trainer.setup.tokenizer import job_tokenizer, other_ids
 from veomni_trainer.setup.trl_arguments import check_method, method_inputs, trl_config, trl_tokenizer
 from veomni_transformers.packed.document_positions import DocumentPositions
@@ -55,7 +54,8 @@ class Start:
     """A training that can begin: its data, its model with weights, and transformers' arguments.
 
     ``model`` is trained; ``base`` is the model that kernels are bound in: the same one, or the one under an adapter.
-    ``inputs`` are those of a method's trainer.
+    ``sequences`` is their fingerprint, ``sample`` has the tokens whose logits each checkpoint keeps, and ``inputs`` are
+    those of a method's trainer.
     """
 
     job: Job
@@ -67,7 +67,9 @@ class Start:
     arguments: TrainingArguments
     point: StartingPoint
     steps: int
-    origin: Origin
+    tokenizer: Tokenizer
+    sequences: str
+    sample: Sample
     inputs: MethodInputs | None = None
 
 
@@ -126,10 +128,10 @@ def prepare(
         print_once(f"plan change accepted: {change}")
     if point.checkpoint:
         print_once(describe_resumption(job, folder, point))
-    origin = Origin(
-        binding.plan, tokenizer, dump_job(job), sequences, _sample(job, corpus, inputs), lambda: corpus.ends
+    sample = _sample(job, corpus, inputs)
+    return Start(
+        *(job, folder, corpus, trained, model, binding, arguments, point, steps, tokenizer, sequences, sample, inputs)
     )
-    return Start(job, folder, corpus, trained, model, binding, arguments, point, steps, origin, inputs)
 
 
 def _sample(job: Job, corpus: Corpus, inputs: MethodInputs | None) -> Sample:

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from types import FrameType
 from typing import Any
 
@@ -20,14 +19,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from veomni_core import Shadow
 from veomni_core.errors import BindingError, HostError
 from veomni_trainer.loop.alternating_steps import AlternatingSteps
-from veomni_trainer.loop.checkpoints import CheckpointCallback
+from veomni_trainer.loop.classify_trainer import ClassifyTrainer
 from veomni_trainer.loop.early_ends import EarlyStop
 from veomni_trainer.loop.expert_loads import ExpertLoads
 from veomni_trainer.loop.measures import Throughput, peak_of
 from veomni_trainer.loop.profiled_steps import ProfiledSteps
 from veomni_trainer.loop.trainer import JobTrainer
 from veomni_trainer.output.disk import checkpoint_bytes, describe_disk_space, free_bytes, write_failure
-from veomni_trainer.report.progress import Progress
+from veomni_trainer.run.checkpoints import CheckpointCallback
 from veomni_trainer.run.record import RunRecord
 from veomni_trainer.run.start import Start
 from veomni_trainer.run.terminal import is_main_process, print_once, receiving
@@ -36,7 +35,6 @@ from veomni_trainer.setup.model import unbound_skeleton
 from veomni_transformers.losses.counted_items import divides_by_items
 
 _NORMS = ("rms_norm", "rms_norm_gated")
-_MODULES = {"orpo": "orpo_trainer", "classify": "classify_trainer"}  # of their trainers; those of others are in one
 
 
 @dataclass(frozen=True)
@@ -136,21 +134,10 @@ def fit(start: Start, compared: bool = False, turns: AlternatingSteps | None = N
         HostError: the disk isn't enough.
         ConformanceError: in a step of ``train.shadow`` a site's kernel and its own code differ, on some process.
     """
-    train, folder, binding, arguments, point = (
-        start.job.train,
-        start.folder,
-        start.binding,
-        start.arguments,
-        start.point,
-    )
+    train, folder, point = start.job.train, start.folder, start.point
     counts = train.measures_loads or (compared and _can_count(start))
-    loads = ExpertLoads(start.base, binding, train, arguments.process_index) if counts else None
-    progress = Progress(start.steps, point.step)
-    read = [source.to_dict() for source in start.corpus.read]
-    record = RunRecord(folder, binding, start.origin.job, read, point.step, progress, train.report_to)
-    interrupt = InterruptCallback()
-    validates, resized = bool(start.corpus.validation), start.job.model.resize_embeddings
-    saver = CheckpointCallback(folder, start.origin, train, validates, resized)
+    loads = ExpertLoads(start.base, start.binding, train, start.arguments.process_index) if counts else None
+    record, interrupt = RunRecord(start), InterruptCallback()
     if is_main_process():
         shutil.rmtree(folder.staging, ignore_errors=True)
     try:
@@ -159,14 +146,14 @@ def fit(start: Start, compared: bool = False, turns: AlternatingSteps | None = N
         if train.profile:
             marked = None if train.torch_compile or train.cuda_graphs else start.base
             beside.append(ProfiledSteps(marked, train.profile, folder.profile, print_once))
-        callbacks = [*beside, record, interrupt, *early, saver, *([turns] if turns else [])]
+        callbacks = [*beside, record, interrupt, *early, CheckpointCallback(start), *([turns] if turns else [])]
         trainer = trainer_of(start, record.on_row, callbacks, loads)
         if turns:
             turns.on_wait = trainer.clock.leave_out
             if not turns.first:  # without the run that it is compared with, there is nothing left to do
                 turns.on_lost = interrupt.request
         with (
-            progress.running(),
+            record.progress.running(),
             receiving(interrupt.receive),
             _kernels_in_fused_heads(start),
             warnings.catch_warnings(),
@@ -205,9 +192,11 @@ def trainer_of(start: Start, on_row: Any, callbacks: list[Any], loads: ExpertLoa
         if divides is not None:  # else what transformers believes of it
             trainer.model_accepts_loss_kwargs = divides
         return trainer
-    module = import_module(f"veomni_trainer.loop.{_MODULES.get(train.method, 'trl_trainers')}")
-    kind: type[JobTrainer] = getattr(module, f"{train.method.capitalize()}Trainer")
-    return kind(*given, inputs=start.inputs)
+    if train.method == "classify":
+        return ClassifyTrainer(*given, start.inputs)
+    from veomni_trainer.loop.trl_trainers import trainer_class
+
+    return trainer_class(train.method)(*given, start.inputs)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from veomni_core import Hardware, JobConditions, OpsConfig, Registry
-from veomni_trainer.job.precision import PRECISIONS, Precision, PrecisionName
+from veomni_trainer.job.precision import PRECISIONS, Precision
 from veomni_trainer.job.schema import Job
 from veomni_trainer.setup.processes import distributed_config
 
@@ -16,7 +16,12 @@ _WITH_FUSED_ADAMW = ("cpu", "cuda", "rocm")
 
 def with_machine_defaults(job: Job, hardware: Hardware) -> Job:
     """``job`` with the keys filled in whose defaults depend on ``hardware``."""
-    defaults = {"precision": default_precision(hardware), "optimizer": default_optimizer(hardware)}
+    capability = hardware.compute_capability
+    has_bfloat16 = hardware.device_type != "cpu" and (capability is None or capability >= _FIRST_WITH_BFLOAT16)
+    defaults = {
+        "precision": "bf16_mixed" if has_bfloat16 else "float32",
+        "optimizer": "adamw_torch_fused" if hardware.device_type in _WITH_FUSED_ADAMW else "adamw_torch",
+    }
     missing = {key: value for key, value in defaults.items() if getattr(job.train, key) is None}
     return job.model_copy(update={"train": job.train.model_copy(update=missing)})
 
@@ -89,15 +94,3 @@ def precision_of(job: Job) -> Precision:
 def weights_dtype(job: Job) -> str:
     """The dtype in which the model's weights are loaded."""
     return job.model.dtype or precision_of(job).weights
-
-
-def default_precision(hardware: Hardware) -> PrecisionName:
-    """``bf16_mixed`` on an accelerator that computes in bfloat16, otherwise ``float32``."""
-    capability = hardware.compute_capability
-    has_bfloat16 = hardware.device_type != "cpu" and (capability is None or capability >= _FIRST_WITH_BFLOAT16)
-    return "bf16_mixed" if has_bfloat16 else "float32"
-
-
-def default_optimizer(hardware: Hardware) -> str:
-    """AdamW, fused on devices for which torch has that."""
-    return "adamw_torch_fused" if hardware.device_type in _WITH_FUSED_ADAMW else "adamw_torch"

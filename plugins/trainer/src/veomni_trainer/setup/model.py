@@ -18,10 +18,9 @@ from veomni_trainer.job.parameter_groups import check_groups
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.shards import reason
 from veomni_trainer.setup.adapter import check_adapter, quantization_config
-from veomni_trainer.setup.causal_models import check_causal
 from veomni_trainer.setup.conditions import conditions, weights_dtype
+from veomni_trainer.setup.method_models import as_scorer, check_causal, has_scores
 from veomni_trainer.setup.processes import check_sharding
-from veomni_trainer.setup.scoring_models import as_scorer, has_scores
 from veomni_trainer.setup.towers import freeze, settle_media
 from veomni_transformers import build
 from veomni_transformers.jobs.model_config import load_model_config
@@ -85,8 +84,22 @@ def build_model(
     """
     given = job.model.located(with_weights=job.lora is not None or checkpoint is None).weights
     weights = given if job.lora else checkpoint or given
+    under = conditions(job)
     try:
-        model = _build(job, ops, tokenizer, str(device), weights, verify=job.train.verify, check_plan=check_plan)
+        model = bound_model(
+            job,
+            model_config(job, tokenizer),
+            ops,
+            str(device),
+            weights_path=weights,
+            distributed_config=under.distributed_config,
+            quantization_config=quantization_config(job),
+            resize_embeddings=job.model.resize_embeddings and weights is not None,
+            verify=job.train.verify,
+            check_plan=check_plan,
+            batch=under.batch,
+            new_head=job.train.scores_sequences and weights == job.model.located().weights and not has_scores(job),
+        )
     except CheckpointException as error:  # of torch's distributed checkpoints; no Exception, so the core passes it by
         raise CheckpointError(f"{weights} does not fit this model: {reason(error)}") from error
     if weights is not None:
@@ -126,37 +139,22 @@ def build_skeleton(job: Job, ops: OpsConfig, tokenizer: Tokenizer) -> PreTrained
     Raises:
         VeOmniError: as :func:`build_model`, except for errors in weights.
     """
-    return _build(job, ops, tokenizer, "meta", None)
+    return bound_model(job, model_config(job, tokenizer), ops, "meta", batch=conditions(job).batch)
 
 
-def _build(
-    job: Job,
-    ops: OpsConfig,
-    tokenizer: Tokenizer,
-    device: str,
-    weights: Path | str | None,
-    *,
-    verify: bool = False,
-    check_plan: Callable[[Plan], None] | None = None,
-) -> PreTrainedModel:
+def bound_model(job: Job, config: PretrainedConfig, ops: OpsConfig, device: str, **more: Any) -> PreTrainedModel:
+    """A model of ``config`` on ``device``, bound as the job's; ``more`` is for the core."""
     under = conditions(job)
     return build_foundation_model(
-        model_config(job, tokenizer),
-        weights,
+        config,
         ops_implementation=ops,
         torch_dtype=weights_dtype(job),
         init_device=device,
         autocast=under.autocast,
         device=under.device,
-        distributed_config=under.distributed_config if device != "meta" else None,
-        quantization_config=quantization_config(job) if device != "meta" else None,
-        resize_embeddings=job.model.resize_embeddings and weights is not None,
         trust_remote_code=job.model.trust_remote_code,
         modeling=job.model.modeling,
-        verify=verify,
-        check_plan=check_plan,
-        batch=under.batch,
-        new_head=job.train.scores_sequences and weights == job.model.located().weights and not has_scores(job),
+        **more,
     )
 
 

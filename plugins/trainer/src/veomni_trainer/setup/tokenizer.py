@@ -9,7 +9,6 @@ from veomni_trainer.data.tokens import ByteTokenizer, Tokenizer, has_tokenizer, 
 from veomni_trainer.job.data_section import BYTES
 from veomni_trainer.job.schema import Job
 from veomni_trainer.setup.model import padded_vocabulary
-from veomni_transformers.jobs.job_model import ModelSection
 from veomni_transformers.jobs.model_config import load_model_config
 from veomni_transformers.plugin_models import tokenizer_in
 
@@ -34,7 +33,14 @@ def job_tokenizer(job: Job) -> Tokenizer:
     elif name is None and weights is not None:
         if not Path(weights).is_dir():  # the core refuses them, or assumes that the hardware planned for has them
             return ByteTokenizer()
-        _check_bytes(section, weights)
+        config = load_model_config(section.source, trust_remote_code=section.trust_remote_code)
+        embeddings = config.get_text_config().vocab_size
+        if embeddings > padded_vocabulary(ByteTokenizer.vocab_size):
+            raise ConfigError(
+                f"data.tokenizer is missing: {weights} has {embeddings:,} embeddings and comes without a tokenizer. "
+                "Write data.tokenizer: the path of the one that its weights were trained with (bytes, if they were "
+                "trained on bytes)"
+            )
     trust = job.model.trust_remote_code
     return load_tokenizer(name or BYTES, data.end_of_document, data.chat_template, trust, data.image_pixels)
 
@@ -53,15 +59,3 @@ def other_ids(job: Job, tokenizer: Tokenizer) -> tuple[str, ...]:
         f"warning: data.tokenizer gives {moved:,} of its {len(ids):,} tokens other ids than the tokenizer of "
         "model.weights, so the weights take them for other tokens",
     )
-
-
-def _check_bytes(section: ModelSection, weights: str) -> None:
-    """Refuse to guess that ``weights`` without a tokenizer were trained on bytes, if they have more embeddings."""
-    config = load_model_config(section.source, trust_remote_code=section.trust_remote_code)
-    embeddings = config.get_text_config().vocab_size
-    if embeddings > padded_vocabulary(ByteTokenizer.vocab_size):
-        raise ConfigError(
-            f"data.tokenizer is missing: {weights} has {embeddings:,} embeddings and comes without a tokenizer. Write "
-            "data.tokenizer: the path of the one that its weights were trained with (bytes, if they were trained on "
-            "bytes)"
-        )

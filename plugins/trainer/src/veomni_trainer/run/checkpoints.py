@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -15,34 +14,16 @@ from veomni_core import Plan
 from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.errors import CheckpointError, PlanMismatchError
 from veomni_core.planning.decisions import SiteDecision
-from veomni_trainer.data.tokens import Tokenizer
-from veomni_trainer.job.train_section import TrainSection
-from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.job.load import dump_job
 from veomni_trainer.output.manifest import write_manifest
 from veomni_trainer.output.shards import LAYOUT, Layout, is_sharded, reason
 from veomni_trainer.output.trained_sample import Sample, logits_of, write_sample
 from veomni_transformers.whole_files import publish_folder, write_whole
 
+if TYPE_CHECKING:
+    from veomni_trainer.run.start import Start
+
 PLAN, JOB, SEQUENCES = "plan.json", "job.yaml", "sequences.json"
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What a checkpoint is trained with, and a run that goes on from it is compared with.
-
-    Attributes:
-        job: the job, as YAML.
-        sequences: their fingerprint.
-        sample: the tokens whose logits each checkpoint keeps; without the logits.
-        ends: how many documents were learned to end with which token, as of now.
-    """
-
-    plan: Plan
-    tokenizer: Tokenizer
-    job: str
-    sequences: str
-    sample: Sample
-    ends: Callable[[], Mapping[int, int]]
 
 
 class CheckpointCallback(TrainerCallback):
@@ -52,11 +33,8 @@ class CheckpointCallback(TrainerCallback):
     checkpoint to its final path atomically.
     """
 
-    def __init__(
-        self, folder: RunFolder, origin: Origin, train: TrainSection, validates: bool, resized: bool = False
-    ) -> None:
-        self._folder, self._origin, self._train, self._validates = folder, origin, train, validates
-        self._changes_config = train.scores_sequences or resized
+    def __init__(self, start: Start) -> None:
+        self._start, self._train, self._folder = start, start.job.train, start.folder
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         step, last = state.global_step, state.global_step >= state.max_steps
@@ -64,7 +42,7 @@ class CheckpointCallback(TrainerCallback):
         if every != "never" and (last or (isinstance(every, int) and step % every == 0)):
             control.should_save = True
         validate_every = self._train.validate_every
-        if self._validates and (last or (validate_every and step % validate_every == 0)):
+        if self._start.corpus.validation and (last or (validate_every and step % validate_every == 0)):
             control.should_evaluate = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **parts: Any) -> None:
@@ -73,22 +51,23 @@ class CheckpointCallback(TrainerCallback):
         processes.wait_for_everyone()
         if processes.is_main_process:
             written = self._folder.staging / f"checkpoint-{state.global_step}"
-            self._origin.tokenizer.save(written)
-            if self._changes_config and not (written / "config.json").exists():  # an adapter alone
+            self._start.tokenizer.save(written)
+            changes_config = self._train.scores_sequences or self._start.job.model.resize_embeddings
+            if changes_config and not (written / "config.json").exists():  # an adapter alone
                 parts["model"].config.save_pretrained(written)
             write_whole(written / LAYOUT, Layout.of(self._train, processes.num_processes).to_json())
-            write_whole(written / SEQUENCES, self._origin.sequences)
-            write_whole(written / JOB, self._origin.job)
+            write_whole(written / SEQUENCES, self._start.sequences)
+            write_whole(written / JOB, dump_job(self._start.job))
             write_sample(written, sample)
             write_manifest(written)
-            write_whole(written / PLAN, self._origin.plan.to_json())  # last: what has a plan is complete
+            write_whole(written / PLAN, self._start.binding.plan.to_json())  # last: what has a plan is complete
             publish_folder(written, self._folder.path / written.name)
             self._folder.drop_checkpoints(self._train.keep_checkpoints)
         processes.wait_for_everyone()
 
     def _sampled(self, model: Any) -> Sample:
         """The sample with the logits of ``model``. All ranks call this, before one of them writes."""
-        sample = replace(self._origin.sample, ends=self._origin.ends())
+        sample = replace(self._start.sample, ends=self._start.corpus.ends)
         if sample.why_not:
             return sample
         try:
