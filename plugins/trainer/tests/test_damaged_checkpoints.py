@@ -15,8 +15,7 @@ from veomni_trainer.job.load import load_job
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.manifest import damage
-from veomni_trainer.run.checkpoints import check_sequences
-from veomni_trainer.run.starting_point import starting_point
+from veomni_trainer.run.checkpoints import check_sequences, starting_point
 from veomni_trainer.setup.conditions import for_this_machine
 
 FILES = (

@@ -32,25 +32,26 @@ class BadSteps(TrainerCallback):
             ``optimizer_step_was_skipped`` doesn't see it of a fused optimizer, which is called and skips by itself.)
 
     Attributes:
+        losses: of the step's micro-steps.
         problem: what is bad about the step that has ended, e.g. ``the loss is nan``; otherwise empty.
     """
 
     def __init__(self, train: TrainSection, loss_scale: Callable[[], float | None]) -> None:
         self._stops, self._loss_scale = train.on_bad_loss == "stop", loss_scale
         self.problem = ""
-        self._losses: list[Tensor] = []
+        self.losses: list[Tensor] = []
         self._norm: Tensor | float | None = None
         self._scale_before: float | None = None
 
     def start_step(self) -> None:
         """Forget the losses and the norm of the previous step."""
-        self._losses = []
+        self.losses = []
         self._norm = None
         self._scale_before = self._loss_scale()
 
     def look_at_loss(self, loss: Tensor) -> None:
         """Take the loss of a micro-step."""
-        self._losses.append(loss.detach())
+        self.losses.append(loss.detach())
 
     def look_at_norm(self, norm: Tensor | float) -> None:
         """Take the norm of the step's gradients, as it was before they were clipped."""
@@ -70,7 +71,7 @@ class BadSteps(TrainerCallback):
 
     def _find(self, args: TrainingArguments) -> str:
         """The step's problem. The sum over ranks is not finite where a rank's value isn't."""
-        loss = torch.stack(self._losses).sum().float()
+        loss = torch.stack(self.losses).sum().float()
         seen = None if self._overflowed() else self._norm
         norm = torch.as_tensor(0.0 if seen is None else seen, dtype=loss.dtype, device=loss.device)
         values = torch.stack([loss, norm])

@@ -93,7 +93,6 @@ class JobTrainer(CorrectedTrainer):
 
     def start_step(self) -> None:
         """Clear the losses of the previous step."""
-        self._losses: list[Tensor] = []
         self._aux_losses: list[Tensor] = []
         self._aux_loss: Tensor | None = None  # the last forward's
         self.bad_steps.start_step()
@@ -170,7 +169,6 @@ class JobTrainer(CorrectedTrainer):
             given = self._prepare_inputs({**inputs, _LEARNED: num_items_in_batch})
             found = self._graphs(partial(self._captured_step, model), given)
         loss = found["loss"]
-        self._losses.append(loss)
         self.bad_steps.look_at_loss(loss)
         if "aux_loss" in found:
             self._aux_losses.append(found["aux_loss"])
@@ -230,7 +228,7 @@ class JobTrainer(CorrectedTrainer):
             self._hand_on({"step": step, **rows})
         if "loss" not in logs:
             return
-        row: Row = {"step": step, "loss": self._mean(torch.stack(self._losses).sum())}
+        row: Row = {"step": step, "loss": self._mean(torch.stack(self.bad_steps.losses).sum())}
         if self._aux_losses:
             row["aux_loss"] = self._mean(torch.stack(self._aux_losses).mean())
         row |= {key: logs[key] for key in ("grad_norm", "learning_rate") if key in logs}

@@ -16,9 +16,8 @@ from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.optimizers import check_optimizer, check_schedule
 from veomni_trainer.setup.adapter import check_packages
 from veomni_trainer.setup.conditions import conditions, for_this_machine, ops_config, with_machine_defaults
-from veomni_trainer.setup.model import check_model, model_config
+from veomni_trainer.setup.model import check_model, job_tokenizer, model_config
 from veomni_trainer.setup.postponed import postpone_bitsandbytes
-from veomni_trainer.setup.tokenizer import job_tokenizer
 from veomni_transformers.jobs.hub_snapshots import is_hub_id, pinned
 
 

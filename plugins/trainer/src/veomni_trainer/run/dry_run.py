@@ -17,9 +17,8 @@ from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.run.check import settled_job
-from veomni_trainer.run.checkpoints import check_plan
+from veomni_trainer.run.checkpoints import StartingPoint, check_plan, completion, describe_resumption, starting_point
 from veomni_trainer.run.start import checked_data, steps_of
-from veomni_trainer.run.starting_point import StartingPoint, completion, describe_resumption, starting_point
 from veomni_trainer.setup.arguments import device_of
 from veomni_trainer.setup.conditions import conditions, ops_config
 from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory

@@ -24,8 +24,7 @@ def main(arguments: str) -> int:
     with contextlib.suppress(VeOmniError):  # said below, once the other process can be told that this one ends
         postpone_bitsandbytes(load_job(Path(json.loads(arguments)["job"])))
 
-    from veomni_trainer.loop.alternating_steps import AlternatingSteps
-    from veomni_trainer.run.eager import EagerRun
+    from veomni_trainer.run.eager import AlternatingSteps, EagerRun
     from veomni_trainer.run.run_job import run_job
 
     run = EagerRun(**json.loads(arguments))

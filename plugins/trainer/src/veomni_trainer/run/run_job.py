@@ -17,7 +17,6 @@ from veomni_core.commands import FrozenJob
 from veomni_core.errors import ConfigError, HostError, TrainingDivergedError
 from veomni_trainer.job.load import dump_job
 from veomni_trainer.job.schema import Job
-from veomni_trainer.loop.alternating_steps import AlternatingSteps
 from veomni_trainer.output.disk import naming_failed_writes
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.folder import RunFolder
@@ -25,10 +24,10 @@ from veomni_trainer.output.hub import push
 from veomni_trainer.output.lock import locked
 from veomni_trainer.report.write import RunEnding, State, describe_run, write_report
 from veomni_trainer.run.check import settled_job
-from veomni_trainer.run.eager import EAGER, eager_beside, train_eager
+from veomni_trainer.run.checkpoints import completion, starting_point
+from veomni_trainer.run.eager import EAGER, AlternatingSteps, eager_beside, train_eager
 from veomni_trainer.run.failures import naming_lack_of_memory, naming_lost_processes
 from veomni_trainer.run.start import prepare
-from veomni_trainer.run.starting_point import completion, starting_point
 from veomni_trainer.run.terminal import INTERRUPTED, is_main_process, print_once
 from veomni_trainer.run.training import Ending, fit
 

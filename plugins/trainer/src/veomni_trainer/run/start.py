@@ -28,18 +28,16 @@ from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.hub import check_push
 from veomni_trainer.output.trained_sample import Sample, sample_ids
 from veomni_trainer.run.check import check_libraries
-from veomni_trainer.run.checkpoints import check_plan, check_sequences
+from veomni_trainer.run.checkpoints import StartingPoint, check_plan, check_sequences, describe_resumption
 from veomni_trainer.run.record import check_trackers
-from veomni_trainer.run.starting_point import StartingPoint, describe_resumption
 from veomni_trainer.run.terminal import print_once
 from veomni_trainer.setup.adapter import check_validates, with_adapter
 from veomni_trainer.setup.arguments import may_leave_parameters_unused, training_arguments
 from veomni_trainer.setup.conditions import conditions, ops_config
 from veomni_trainer.setup.method_models import with_labels
-from veomni_trainer.setup.model import build_model, build_skeleton, check_model
+from veomni_trainer.setup.model import build_model, build_skeleton, check_model, job_tokenizer, other_ids
 from veomni_trainer.setup.packing import check_packed_media, check_packing
 from veomni_trainer.setup.processes import check_started, set_process_timeout, sharing_of
-from veomni_trainer.setup.tokenizer import job_tokenizer, other_ids
 from veomni_trainer.setup.trl_arguments import check_method, method_inputs, trl_config, trl_tokenizer
 from veomni_transformers.packed.document_positions import DocumentPositions
 
@@ -96,7 +94,9 @@ def prepare(
     steps = steps_of(corpus, job.train, arguments.world_size)
     arguments.max_steps = steps
     arguments.dataloader_num_workers = _loader_processes(job.data.workers, corpus, arguments.device)
-    corpus = corpus.drawn(steps * _sequences_per_step(job.train, arguments.world_size))
+    corpus = corpus.drawn(
+        steps * _sequences_per_batch(job.train, arguments.world_size) * job.train.gradient_accumulation
+    )
     check_validates(job, arguments.device, bool(corpus.validation))
     if share is not None:  # before weights are loaded; a weak reference alone is kept to the model that is shared
         skeleton = build_skeleton(job, ops, tokenizer)
@@ -229,7 +229,7 @@ def _check_enough(corpus: Corpus, train: TrainSection, processes: int) -> None:
 
     A stream and a mixture of sources start again where they end.
     """
-    needed, sequences = _sequences_per_step(train, processes), corpus.sequences
+    needed, sequences = _sequences_per_batch(train, processes) * train.gradient_accumulation, corpus.sequences
     if sequences is not None and sequences < needed and not corpus.is_mixed:
         raise JobFileError(
             f"data.files gives {sequences:,} sequences for training, and one step takes {needed:,} "
@@ -238,17 +238,10 @@ def _check_enough(corpus: Corpus, train: TrainSection, processes: int) -> None:
         )
 
 
-def _sequences_per_step(train: TrainSection, processes: int) -> int:
-    return _sequences_per_batch(train, processes) * train.gradient_accumulation
-
-
 def _loader_processes(wanted: int | None, corpus: Corpus, device: torch.device) -> int:
     """How many processes make batches; with 0 the training process does, before each step.
 
-    Args:
-        wanted: ``data.workers``. Without it media have two where an accelerator computes meanwhile, and all else none.
-        corpus: what is trained on.
-        device: trains the model.
+    Without ``data.workers`` media have two where an accelerator computes meanwhile, and all else none.
     """
     if wanted is not None:
         return wanted

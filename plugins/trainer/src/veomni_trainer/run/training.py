@@ -12,13 +12,13 @@ from types import FrameType
 from typing import Any
 
 import torch
+from accelerate.utils import reduce
 from safetensors import SafetensorError
-from torch import distributed, nn
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from veomni_core import Shadow
 from veomni_core.errors import BindingError, HostError
-from veomni_trainer.loop.alternating_steps import AlternatingSteps
 from veomni_trainer.loop.classify_trainer import ClassifyTrainer
 from veomni_trainer.loop.early_ends import EarlyStop
 from veomni_trainer.loop.expert_loads import ExpertLoads
@@ -27,6 +27,7 @@ from veomni_trainer.loop.profiled_steps import ProfiledSteps
 from veomni_trainer.loop.trainer import JobTrainer
 from veomni_trainer.output.disk import checkpoint_bytes, describe_disk_space, free_bytes, write_failure
 from veomni_trainer.run.checkpoints import CheckpointCallback
+from veomni_trainer.run.eager import AlternatingSteps
 from veomni_trainer.run.record import RunRecord
 from veomni_trainer.run.start import Start
 from veomni_trainer.run.terminal import is_main_process, print_once, receiving
@@ -62,7 +63,10 @@ class InterruptCallback(TrainerCallback):
         self.requested = True
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: TrainerControl, **_: Any) -> None:
-        if not control.should_training_stop and self._requested_anywhere(args):
+        requested: Any = self.requested
+        if args.world_size > 1:  # all processes stop after the same step, whichever of them has received a signal
+            requested = reduce(torch.tensor(int(requested), device=args.device), "sum")
+        if requested and not control.should_training_stop:
             self.interrupted = True
             control.should_save = True
             control.should_training_stop = True
@@ -74,14 +78,6 @@ class InterruptCallback(TrainerCallback):
         self.requested = True
         if is_main_process():  # not by print, which may be what was interrupted
             os.write(2, b"\nInterrupted: ends after this step, with a checkpoint. Again: stops at once, without one.\n")
-
-    def _requested_anywhere(self, args: TrainingArguments) -> bool:
-        """Whether any process received a signal: all processes must stop after the same step."""
-        if args.world_size == 1:
-            return self.requested
-        flag = torch.tensor(int(self.requested), device=args.device)
-        distributed.all_reduce(flag, distributed.ReduceOp.MAX)
-        return bool(flag.item())
 
 
 class ShadowedSteps(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Builds a job's model. This file checks its config against the data; the core loads weights and binds kernels."""
+"""A job's model and tokenizer, which are checked against its data; the core loads weights and binds kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from veomni_core import OpsConfig, Plan, build_foundation_model
 from veomni_core.errors import CheckpointError, ConfigError
-from veomni_trainer.data.tokens import Tokenizer
+from veomni_trainer.data.tokens import ByteTokenizer, Tokenizer, has_tokenizer, load_tokenizer
+from veomni_trainer.job.data_section import BYTES
 from veomni_trainer.job.parameter_groups import check_groups
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.shards import reason
@@ -24,6 +25,7 @@ from veomni_trainer.setup.processes import check_sharding
 from veomni_trainer.setup.towers import freeze, settle_media
 from veomni_transformers import build
 from veomni_transformers.jobs.model_config import load_model_config
+from veomni_transformers.plugin_models import tokenizer_in
 from veomni_transformers.towers.parts import tower_of, towers
 
 _VOCABULARY_STEP = 64
@@ -196,3 +198,51 @@ def model_config(job: Job, tokenizer: Tokenizer) -> PretrainedConfig:
 def padded_vocabulary(tokens: int) -> int:
     """The number of embeddings of a new model for so many tokens."""
     return -(-tokens // _VOCABULARY_STEP) * _VOCABULARY_STEP
+
+
+def job_tokenizer(job: Job) -> Tokenizer:
+    """The job's tokenizer.
+
+    Raises:
+        ConfigError: the job names bytes for weights that come with a tokenizer, or no tokenizer for weights that come
+            without one and whose embeddings are too many for bytes.
+        JobFileError: as :func:`load_tokenizer`.
+    """
+    data, section = job.data, job.model.located()
+    weights, name = section.weights, data.tokenizer
+    if weights is not None and has_tokenizer(Path(weights)):
+        if name == BYTES:
+            raise ConfigError(
+                f"data.tokenizer is bytes, but {weights} comes with the tokenizer that its weights were trained with. "
+                "Remove data.tokenizer to use that one, or write the path of another"
+            )
+        name = name or weights
+    elif name is None and weights is not None:
+        if not Path(weights).is_dir():  # the core refuses them, or assumes that the hardware planned for has them
+            return ByteTokenizer()
+        config = load_model_config(section.source, trust_remote_code=section.trust_remote_code)
+        embeddings = config.get_text_config().vocab_size
+        if embeddings > padded_vocabulary(ByteTokenizer.vocab_size):
+            raise ConfigError(
+                f"data.tokenizer is missing: {weights} has {embeddings:,} embeddings and comes without a tokenizer. "
+                "Write data.tokenizer: the path of the one that its weights were trained with (bytes, if they were "
+                "trained on bytes)"
+            )
+    trust = job.model.trust_remote_code
+    return load_tokenizer(name or BYTES, data.end_of_document, data.chat_template, trust, data.image_pixels)
+
+
+def other_ids(job: Job, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """A warning where the job's tokenizer gives tokens other ids than that of its weights, which learned those."""
+    weights = job.model.located().weights
+    if job.data.tokenizer is None or weights is None or not has_tokenizer(Path(weights)) or not tokenizer.pretrained:
+        return ()
+    own = tokenizer_in(Path(weights), job.model.trust_remote_code).get_vocab()
+    ids = tokenizer.pretrained.get_vocab()
+    moved = sum(own.get(token, number) != number for token, number in ids.items())
+    if not moved:
+        return ()
+    return (
+        f"warning: data.tokenizer gives {moved:,} of its {len(ids):,} tokens other ids than the tokenizer of "
+        "model.weights, so the weights take them for other tokens",
+    )
