@@ -6,18 +6,22 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import distributed, nn
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 
 from veomni_core.errors import ConfigError, HostError
 from veomni_trainer.job.process_keys import ProcessKeys
 from veomni_trainer.job.train_section import TrainSection
 from veomni_transformers.engine.layout import layout_for
-from veomni_transformers.sequence import SequenceParallel, apply_context_parallel, apply_ulysses
+
+if TYPE_CHECKING:  # their imports take seconds that `veomni plan` needn't spend
+    from transformers import TrainingArguments
+
+    from veomni_transformers.sequence import SequenceParallel
 
 
 def distributed_config(train: TrainSection) -> dict[str, Any] | None:
@@ -73,6 +77,8 @@ def sharing_of(train: ProcessKeys, arguments: TrainingArguments) -> Callable[[nn
             f"train.{keys} is {needed}, and this job has {world} process(es). Start a multiple of {needed}: "
             f"`torchrun --nproc_per_node={needed} -m veomni_core.cli train JOB.yaml`"
         )
+    from veomni_transformers.sequence import apply_context_parallel, apply_ulysses
+
     group = _neighbours(needed, arguments)
     if train.cp_size == 1:
         return partial(apply_ulysses, group=group, overlap=train.sp_overlap)
