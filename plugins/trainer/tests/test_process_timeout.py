@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from veomni_core.errors import HostError
-from veomni_trainer.run.failures import naming_lost_processes
+from veomni_trainer.run.run_job import naming_lost_processes
 from veomni_trainer.setup.processes import set_process_timeout
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from veomni_core.errors import CheckpointError, ConfigError, HostError, JobFileError
 from veomni_trainer.job.load import load_job
-from veomni_trainer.run.failures import naming_lack_of_memory
+from veomni_trainer.run.run_job import naming_lack_of_memory
 from veomni_trainer.run.training import InterruptCallback
 from veomni_trainer.setup.method_models import check_causal
 from veomni_trainer.setup.trl_arguments import load_reward

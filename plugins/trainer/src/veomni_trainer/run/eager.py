@@ -105,12 +105,11 @@ class EagerRun:
         group, it doesn't get the terminal's Ctrl-C.
         """
         command = [sys.executable, "-m", "veomni_trainer.run.eager_process", json.dumps(asdict(self))]
-        if self.turns is None:
-            # Where this process prints to standard error (under --json), so does the child.
-            output = _STANDARD_ERROR if sys.stdout is sys.stderr else None
-            return subprocess.Popen(command, process_group=0, stdout=output)
-        # Two runs can't show their progress on one terminal.
-        return subprocess.Popen(command, process_group=0, pass_fds=self.turns, stdout=subprocess.DEVNULL)
+        # Where this process prints to standard error (under --json), so does the child.
+        output = _STANDARD_ERROR if sys.stdout is sys.stderr else None
+        if self.turns:  # two runs can't show their progress on one terminal
+            output = subprocess.DEVNULL
+        return subprocess.Popen(command, process_group=0, pass_fds=self.turns or (), stdout=output)
 
 
 @contextlib.contextmanager

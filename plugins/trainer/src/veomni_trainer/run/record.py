@@ -52,7 +52,7 @@ class RunRecord(TrainerCallback):
 
     def __init__(self, start: Start) -> None:
         self._start, self._folder, self._resumed_from = start, start.folder, start.point.step
-        self.progress = Progress(start.steps, start.point.step)
+        self.progress = Progress(start.arguments.max_steps, start.point.step)
         self._begun = self._warned = False
         self._reported, self._cost = time.monotonic(), 0.0
         # Trainer calls its own callbacks with means over several steps, so these are not among them.

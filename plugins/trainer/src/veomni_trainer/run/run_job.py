@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -26,10 +27,13 @@ from veomni_trainer.report.write import RunEnding, State, describe_run, write_re
 from veomni_trainer.run.check import settled_job
 from veomni_trainer.run.checkpoints import completion, starting_point
 from veomni_trainer.run.eager import EAGER, AlternatingSteps, eager_beside, train_eager
-from veomni_trainer.run.failures import naming_lack_of_memory, naming_lost_processes
 from veomni_trainer.run.start import prepare
 from veomni_trainer.run.terminal import INTERRUPTED, is_main_process, print_once
 from veomni_trainer.run.training import Ending, fit
+from veomni_transformers.jobs.job_files import first_line
+
+_LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
+_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # torch's RuntimeError of a CPU
 
 
 def run_job(
@@ -82,7 +86,9 @@ def run_job(
             print_once(done)
             return Ending(), None
         start = prepare(job, folder, point, accept_plan_change, frozen, registry)
-        if done := completion(job, folder, point, start.steps):  # of a job in epochs, whose steps depend on its data
+        if done := completion(
+            job, folder, point, start.arguments.max_steps
+        ):  # of a job in epochs, whose steps depend on its data
             print_once(done)
             return Ending(), None
         if compare != EAGER:
@@ -162,3 +168,44 @@ def _let_go() -> None:
         distributed.destroy_process_group()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
+
+
+@contextmanager
+def naming_lack_of_memory(two_runs: bool) -> Iterator[None]:
+    """Name the keys that lower the memory; ``two_runs``: whether two runs share it.
+
+    Raises:
+        HostError: the memory of the device, or of the machine, isn't enough.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        on_cpu = isinstance(error, MemoryError) or any(sign in str(error) for sign in _MEMORY)
+        if not on_cpu and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        shared = (
+            "Two runs share the memory: --compare eager-after trains one after the other. Or l" if two_runs else "L"
+        )
+        raise HostError(
+            f"out of memory: {first_line(error).rstrip('.')}. {shared}ower train.batch_size or data.sequence_length "
+            "(and raise train.gradient_accumulation to keep the batch), or set train.gradient_checkpointing: true"
+        ) from error
+
+
+@contextmanager
+def naming_lost_processes(seconds: int) -> Iterator[None]:
+    """Turn torch's errors about a process that is gone into one that names the cause.
+
+    Raises:
+        HostError: another process ended, or did not answer for ``seconds``.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, distributed.DistError) or any(sign in str(error) for sign in _LOST)):
+            raise
+        raise HostError(
+            f"another process of this job ended, or did not answer for {seconds} s (train.timeout): what the first one "
+            f"printed says why. Continue from the last checkpoint with --resume. Here torch says: "
+            f"{' '.join(str(error).split())[:200]}"
+        ) from error

@@ -64,7 +64,6 @@ class Start:
     binding: Binding
     arguments: TrainingArguments
     point: StartingPoint
-    steps: int
     tokenizer: Tokenizer
     sequences: str
     sample: Sample
@@ -91,12 +90,10 @@ def prepare(
     kind, more = trl_config(job.train, job.data.sequence_length) if job.train.uses_trl else (TrainingArguments, {})
     arguments = training_arguments(job.train, folder.staging, kind, **more)
     share = sharing_of(job.train, arguments)
-    steps = steps_of(corpus, job.train, arguments.world_size)
-    arguments.max_steps = steps
+    arguments.max_steps = steps_of(corpus, job.train, arguments.world_size)
     arguments.dataloader_num_workers = _loader_processes(job.data.workers, corpus, arguments.device)
-    corpus = corpus.drawn(
-        steps * _sequences_per_batch(job.train, arguments.world_size) * job.train.gradient_accumulation
-    )
+    drawn = arguments.max_steps * job.train.gradient_accumulation
+    corpus = corpus.drawn(drawn * _sequences_per_batch(job.train, arguments.world_size))
     check_validates(job, arguments.device, bool(corpus.validation))
     if share is not None:  # before weights are loaded; a weak reference alone is kept to the model that is shared
         skeleton = build_skeleton(job, ops, tokenizer)
@@ -129,9 +126,7 @@ def prepare(
     if point.checkpoint:
         print_once(describe_resumption(job, folder, point))
     sample = _sample(job, corpus, inputs)
-    return Start(
-        *(job, folder, corpus, trained, model, binding, arguments, point, steps, tokenizer, sequences, sample, inputs)
-    )
+    return Start(job, folder, corpus, trained, model, binding, arguments, point, tokenizer, sequences, sample, inputs)
 
 
 def _sample(job: Job, corpus: Corpus, inputs: MethodInputs | None) -> Sample:
