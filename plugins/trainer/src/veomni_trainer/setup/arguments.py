@@ -74,13 +74,10 @@ def training_arguments(
         use_cpu=on_cpu,
         ddp_backend="gloo" if on_cpu and is_distributed else None,
         ddp_timeout=train.timeout,
-        logging_strategy="steps",
         logging_steps=train.log_every,
         logging_nan_inf_filter=False,  # log NaN and inf losses instead of filtering them out
         save_strategy="no",  # veomni_trainer.run.checkpoints decides when
-        eval_strategy="no",
         metric_for_best_model="loss" if train.early_stop else None,
-        prediction_loss_only=True,
         dataloader_drop_last=True,  # every step has the same shape
         # veomni_trainer.loop.corrected_trainer averages over processes. Trainer would multiply the experts' load-
         # balancing loss by their number.

@@ -50,21 +50,16 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
         check_sharding(job.train, skeleton)
     if job.lora:
         skeleton = check_adapter(job, skeleton)
-        _refuse_adapted_head(job, skeleton)
+        # TRL's trainers multiply by the head's weight itself, so an adapter there would not be trained.
+        if job.train.takes_logprobs and hasattr(skeleton.get_output_embeddings(), "base_layer"):
+            raise ConfigError(
+                f"train.method: {job.train.method} reads the output projection's weight past its adapter, which would "
+                "not be trained; leave the head out of lora.target_modules"
+            )
     freeze(skeleton, job.train.freeze)
     trained = [name for name, parameter in skeleton.named_parameters() if parameter.requires_grad]
     found = towers(skeleton) if any(group.tower for group in job.train.parameter_groups) else {}
     check_groups(job.train.parameter_groups, {name: tower_of(found, name) for name in trained})
-
-
-def _refuse_adapted_head(job: Job, skeleton: Any) -> None:
-    """TRL's trainers multiply by the head's weight itself, so an adapter there would not be trained."""
-    head = skeleton.get_output_embeddings()
-    if job.train.takes_logprobs and hasattr(head, "base_layer"):
-        raise ConfigError(
-            f"train.method: {job.train.method} reads the output projection's weight past its adapter, which would not "
-            "be trained; leave the head out of lora.target_modules"
-        )
 
 
 def build_model(

@@ -95,16 +95,14 @@ def method_inputs(job: Job, tokenizer: Tokenizer, device: torch.device) -> Metho
     # Each of TRL's steps over the data has a bar, and a warning where it is not remembered.
     disable_progress_bar()
     set_verbosity_error()
-    named = job.train.drawn.rewards if job.train.drawn else ()
-    rewards = tuple(load_reward(each, f"train.{job.train.method}.reward") for each in named)
-    reference = _build_reference(job, tokenizer, device) if _needs_reference(job) else None
-    return MethodInputs(trl_tokenizer(job, tokenizer), reference, rewards, job.data.sequence_length)
-
-
-def _needs_reference(job: Job) -> bool:
-    """Whether a second model is needed. Under an adapter the reference is the model without it."""
     train = job.train
-    return job.lora is None and (train.method in ("dpo", "kto") or (train.drawn is not None and train.drawn.beta > 0))
+    rewards = tuple(
+        load_reward(each, f"train.{train.method}.reward") for each in (train.drawn.rewards if train.drawn else ())
+    )
+    refers = train.method in ("dpo", "kto") or (train.drawn is not None and train.drawn.beta > 0)
+    # Under an adapter the reference is the model without it.
+    reference = _build_reference(job, tokenizer, device) if refers and job.lora is None else None
+    return MethodInputs(trl_tokenizer(job, tokenizer), reference, rewards, job.data.sequence_length)
 
 
 def _build_reference(job: Job, tokenizer: Tokenizer, device: torch.device) -> PreTrainedModel:
