@@ -31,7 +31,7 @@ from veomni_trainer.run.eager import AlternatingSteps
 from veomni_trainer.run.record import RunRecord
 from veomni_trainer.run.start import Start
 from veomni_trainer.run.terminal import is_main_process, print_once, receiving
-from veomni_trainer.setup.conditions import conditions, weights_dtype
+from veomni_trainer.setup.conditions import precision_of, weights_dtype
 from veomni_trainer.setup.model import unbound_skeleton
 from veomni_transformers.losses.counted_items import divides_by_items
 
@@ -177,8 +177,7 @@ def trainer_of(start: Start, on_row: Any, callbacks: list[Any], loads: ExpertLoa
     train = start.job.train
     ops = (op for op in start.binding.plan.ops if op.op_name in _NORMS)
     norms = [start.base.get_submodule(each.site.path) for op in ops for each in op.sites if each.site.variant]
-    dtype = conditions(start.job).autocast or weights_dtype(start.job)
-    peak = peak_of(start.arguments.device, str(dtype).removeprefix("torch."))
+    peak = peak_of(start.arguments.device, precision_of(start.job).autocast or weights_dtype(start.job))
     counted = peak is not None and train.method in ("pretrain", "sft", "classify") and train.ep_size == 1
     whole = Throughput(start.base, peak or 0.0, start.arguments.world_size, start.job.data.packing) if counted else None
     given = start.model, start.arguments, start.corpus, on_row, callbacks, train, loads, norms, whole
