@@ -38,10 +38,10 @@ from benchmarks.whole_models.contenders import MODELS
 from veomni_core import discover
 from veomni_trainer.job.load import parse_job
 from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.run.checkpoints import StartingPoint
 from veomni_trainer.run.start import Start, prepare
-from veomni_trainer.run.starting_point import StartingPoint
 from veomni_trainer.run.training import trainer_of
-from veomni_trainer.setup.machine_defaults import for_this_machine
+from veomni_trainer.setup.conditions import for_this_machine
 
 ROWS = 2  # of a batch
 KEPT, AS_TRAINED = "the same batches, kept in memory", "veomni train"

@@ -11,7 +11,7 @@ from veomni_core.cli import BAD_USAGE, FALLS_SHORT, GOOD
 from veomni_core.cli.app import BUILTIN_VERBS, command
 from veomni_core.descriptions.hardware import NAMED
 from veomni_core.descriptions.spec import CommandSpec
-from veomni_trainer.loop.signals import INTERRUPTED
+from veomni_trainer.run.terminal import INTERRUPTED
 
 _HEAD = """# Verbs
 

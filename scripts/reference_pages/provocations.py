@@ -25,9 +25,9 @@ from veomni_ops.contract import contract_for
 from veomni_tools.cli.lock import lock
 from veomni_tools.locks.lock_file import read_lock
 from veomni_trainer.job.load import load_job
-from veomni_trainer.loop.checkpoints import check_plan
+from veomni_trainer.run.checkpoints import check_plan
 from veomni_trainer.run.run_job import run_job
-from veomni_trainer.setup.precision import check_precision
+from veomni_trainer.setup.arguments import check_precision
 from veomni_transformers.forwards.head_call import HeadCall
 from veomni_transformers.forwards.vocabulary_shard import VocabularyShard
 from veomni_transformers.weights import check_weights

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from veomni_trainer.loop.alternating_steps import AlternatingSteps
+from veomni_trainer.run.eager import AlternatingSteps
 
 CPU: Any = SimpleNamespace(device=torch.device("cpu"))
 

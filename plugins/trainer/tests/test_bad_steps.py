@@ -13,8 +13,8 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from veomni_core.errors import TrainingDivergedError
 from veomni_trainer.job.train_section import TrainSection
-from veomni_trainer.loop import bad_steps
-from veomni_trainer.loop.bad_steps import BadSteps
+from veomni_trainer.loop import early_ends
+from veomni_trainer.loop.early_ends import BadSteps
 
 Train = Callable[..., bool]
 DIVERGES = "train.learning_rate=1e38"  # the first step makes weights of 1e38, and the second a loss of NaN
@@ -144,6 +144,6 @@ def test_a_rank_stops_for_the_loss_of_another(tmp_path: Path, monkeypatch: pytes
     def all_reduce(values: torch.Tensor) -> None:
         values += torch.tensor([float("nan"), 1.0])  # what the other rank has
 
-    monkeypatch.setattr(bad_steps.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(early_ends.distributed, "all_reduce", all_reduce)
     assert step.end(1.0, 1.0).should_training_stop
     assert step.steps.problem == "the loss is nan"

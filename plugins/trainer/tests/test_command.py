@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from forked_processes import Forked, finish, fork_veomni, run_veomni, veomni
 from veomni_core.cli.app import build_app
 from veomni_core.errors import CheckpointError, ConfigError
-from veomni_trainer.loop import checkpoints
 from veomni_trainer.loop.trainer import JobTrainer
+from veomni_trainer.run import checkpoints
 
 WriteJob = Callable[[dict[str, Any]], Path]
 Losses = Callable[[Path], list[tuple[int, float]]]

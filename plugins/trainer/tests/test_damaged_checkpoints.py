@@ -12,12 +12,11 @@ from typer.testing import CliRunner
 from veomni_core.cli.app import build_app
 from veomni_core.errors import CheckpointError
 from veomni_trainer.job.load import load_job
-from veomni_trainer.loop.checkpoints import check_sequences
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.manifest import damage
-from veomni_trainer.run.starting_point import starting_point
-from veomni_trainer.setup.machine_defaults import for_this_machine
+from veomni_trainer.run.checkpoints import check_sequences, starting_point
+from veomni_trainer.setup.conditions import for_this_machine
 
 FILES = (
     "optimizer.pt",

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 
 from veomni_trainer.data.corpus import read_corpus
 from veomni_trainer.job.load import parse_job
-from veomni_trainer.setup.tokenizer import job_tokenizer
+from veomni_trainer.setup.model import job_tokenizer
 
 Train = Callable[..., bool]
 Losses = Callable[[Path], list[tuple[int, float]]]

@@ -19,11 +19,11 @@ from fuzzing import TEXTS, VALUES, bounded, typed_errors
 from veomni_core import Hardware, build_foundation_model
 from veomni_core.planning.plan import Plan
 from veomni_trainer.job.train_section import TrainSection
-from veomni_trainer.loop.checkpoints import PLAN, SEQUENCES, check_plan, check_sequences
-from veomni_trainer.loop.early_stop import has_stopped
+from veomni_trainer.loop.early_ends import has_stopped
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.output.manifest import MANIFEST, damage
 from veomni_trainer.output.shards import LAYOUT, check_layout
+from veomni_trainer.run.checkpoints import PLAN, SEQUENCES, check_plan, check_sequences
 from veomni_transformers.weights import check_weights
 
 ONE_LAYER = {**LLAMA, "num_hidden_layers": 1, "vocab_size": 16}

@@ -26,9 +26,8 @@ from veomni_trainer.data.corpus import read_corpus
 from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.data_section import DataSection
 from veomni_trainer.output.export import export_checkpoint
-from veomni_trainer.run.check import check_job
+from veomni_trainer.run.check import check_job, pinned_job
 from veomni_trainer.run.dry_run import dry_run
-from veomni_trainer.run.pinned_job import pinned_job
 
 Train = Callable[..., bool]
 Losses = Callable[[Path], list[tuple[int, float]]]

@@ -17,7 +17,7 @@ from veomni_trainer.data.media.processor import MediaProcessor
 from veomni_trainer.job.data_section import PixelBudget
 from veomni_trainer.job.load import load_job
 from veomni_trainer.run.start import read_data
-from veomni_trainer.setup.tokenizer import job_tokenizer
+from veomni_trainer.setup.model import job_tokenizer
 
 LIMITS = [{"max": 60_000}, {"min": 90_000}, {"min": 40_000, "max": 80_000}]
 

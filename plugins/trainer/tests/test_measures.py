@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from veomni_trainer.loop.clock import StepClock
-from veomni_trainer.loop.device import peak_memory
+from veomni_trainer.loop.measures import StepClock, peak_memory
 
 
 def test_the_clock_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +32,7 @@ def test_the_clock_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's own account")
 def test_a_child_does_not_report_its_parents_peak_of_memory() -> None:
-    code = "import torch; from veomni_trainer.loop.device import peak_memory; print(peak_memory(torch.device('cpu')))"
+    code = "import torch; from veomni_trainer.loop.measures import peak_memory; print(peak_memory(torch.device('cpu')))"
     held = np.ones(100_000_000)
     here = peak_memory(torch.device("cpu"))
     child = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)

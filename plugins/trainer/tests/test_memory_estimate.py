@@ -15,11 +15,9 @@ from veomni_core import build_foundation_model
 from veomni_trainer.data.tokens import load_tokenizer
 from veomni_trainer.job.load import parse_job
 from veomni_trainer.job.schema import Job, LoraSection
-from veomni_trainer.setup.machine_defaults import for_this_machine
-from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory
-from veomni_trainer.setup.model import model_config, ops_config
-from veomni_trainer.setup.precision import weights_dtype
-from veomni_trainer.setup.step_memory import layers_of, step_memory
+from veomni_trainer.setup.conditions import for_this_machine, ops_config, weights_dtype
+from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory, layers_of, step_memory
+from veomni_trainer.setup.model import model_config
 from veomni_transformers.build import build_skeleton
 
 QWEN3_NEXT = {

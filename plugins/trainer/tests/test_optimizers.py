@@ -17,12 +17,18 @@ from veomni_core import Hardware
 from veomni_core.errors import ConfigError, HostError, VeOmniError
 from veomni_trainer.job.load import dump_job, parse_job
 from veomni_trainer.job.precision import PRECISIONS, PrecisionName, gradient_and_state_bytes
-from veomni_trainer.loop import optimizers, schedules
-from veomni_trainer.loop.muon import MuonWithAdamW, hidden_matrices
-from veomni_trainer.loop.optimizers import check_optimizer, optimizer_for, optimizer_names
-from veomni_trainer.loop.schedules import check_schedule, schedule_names
+from veomni_trainer.loop import optimizers
+from veomni_trainer.loop.optimizers import (
+    MuonWithAdamW,
+    check_optimizer,
+    check_schedule,
+    hidden_matrices,
+    optimizer_for,
+    optimizer_names,
+    schedule_names,
+)
 from veomni_trainer.run.check import check_job
-from veomni_trainer.setup.machine_defaults import with_machine_defaults
+from veomni_trainer.setup.conditions import with_machine_defaults
 
 Train = Callable[..., bool]
 Losses = Callable[[Path], list[tuple[int, float]]]
@@ -120,7 +126,7 @@ def test_a_package_that_is_missing_is_named_where_the_job_trains(
 def test_every_schedule_with_defaults_is_taken(
     job_data: dict[str, Any], schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedules, "_WITHOUT_OPTIONS", ())  # also those that are known without transformers
+    monkeypatch.setattr(optimizers, "_WITHOUT_OPTIONS", ())  # also those that are known without transformers
     job_data["train"]["schedule"] = schedule
     if schedule == "cosine_warmup_with_min_lr":
         job_data["train"]["schedule_options"] = {"min_lr_rate": 0.1}

@@ -10,7 +10,8 @@ import torch
 from torch import distributed
 
 from veomni_core.errors import HostError
-from veomni_trainer.setup.process_timeout import naming_lost_processes, set_process_timeout
+from veomni_trainer.run.run_job import naming_lost_processes
+from veomni_trainer.setup.processes import set_process_timeout
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tiny_configs import LLAMA, QWEN3_MOE
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from veomni_trainer.loop.throughput import Throughput, peak_of
+from veomni_trainer.loop.measures import Throughput, peak_of
 from veomni_trainer.report.progress import describe, shown
 
 Train = Callable[..., bool]

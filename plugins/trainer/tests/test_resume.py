@@ -13,7 +13,7 @@ import pytest
 
 from veomni_core import KernelSpec
 from veomni_core.errors import CheckpointError, ConfigError, HostError, PlanMismatchError
-from veomni_trainer.loop import checkpoints
+from veomni_trainer.run import checkpoints
 
 Train = Callable[..., bool]
 Losses = Callable[[Path], list[tuple[int, float]]]

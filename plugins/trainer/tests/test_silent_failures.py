@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from veomni_core.errors import CheckpointError, ConfigError, HostError, JobFileError
 from veomni_trainer.job.load import load_job
-from veomni_trainer.loop.interrupt import InterruptCallback
-from veomni_trainer.run.memory_errors import naming_lack_of_memory
-from veomni_trainer.setup.causal_models import check_causal
-from veomni_trainer.setup.rewards import load_reward
+from veomni_trainer.run.run_job import naming_lack_of_memory
+from veomni_trainer.run.training import InterruptCallback
+from veomni_trainer.setup.method_models import check_causal
+from veomni_trainer.setup.trl_arguments import load_reward
 from veomni_transformers.build import build_skeleton
 
 Train = Callable[..., bool]
@@ -132,8 +132,8 @@ def test_a_second_signal_stops_at_once(
 
     def twice(self: InterruptCallback, args: Any, state: Any, control: Any, **more: Any) -> None:
         if state.global_step == 3:
-            self._receive(2, None)
-            self._receive(2, None)
+            self.receive(2, None)
+            self.receive(2, None)
         original(self, args, state, control, **more)
 
     monkeypatch.setattr(InterruptCallback, "on_step_end", twice)

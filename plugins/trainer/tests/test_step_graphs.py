@@ -20,8 +20,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.models.gemma3 import modeling_gemma3
 
 from veomni_core.errors import ConfigError
-from veomni_trainer.loop.length_masks import LengthMasks
-from veomni_trainer.loop.step_graphs import StepGraphs, why_not_captured
+from veomni_trainer.loop.step_graphs import LengthMasks, StepGraphs, why_not_captured
 
 SMALL, LARGE = 3, 5
 # A layer that sees three positions, and one that sees all.

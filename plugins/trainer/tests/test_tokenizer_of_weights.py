@@ -18,7 +18,7 @@ from veomni_trainer.data.documents import Example
 from veomni_trainer.data.tokens import ByteTokenizer, PretrainedTokenizer, has_tokenizer, load_tokenizer
 from veomni_trainer.job.load import parse_job
 from veomni_trainer.run.check import check_job
-from veomni_trainer.setup.tokenizer import job_tokenizer, other_ids
+from veomni_trainer.setup.model import job_tokenizer, other_ids
 
 pytestmark = pytest.mark.thorough
 

@@ -13,10 +13,10 @@ from veomni_core import Hardware
 from veomni_core.errors import PlanMismatchError
 from veomni_trainer.job.load import load_job
 from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.run.checkpoints import StartingPoint
 from veomni_trainer.run.start import prepare
-from veomni_trainer.run.starting_point import StartingPoint
 from veomni_trainer.setup.arguments import may_leave_parameters_unused
-from veomni_trainer.setup.machine_defaults import for_this_machine
+from veomni_trainer.setup.conditions import for_this_machine
 from veomni_transformers.forwards.head_call import HeadCall
 
 Train = Callable[..., bool]

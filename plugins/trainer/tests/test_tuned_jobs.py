@@ -15,9 +15,8 @@ from veomni_tools.profiles.profile import Contender, MeasuredSite, Profile, Time
 from veomni_tools.profiles.profile_store import write_profile
 from veomni_tools.tuning.survey import Survey
 from veomni_trainer.job.load import load_job
-from veomni_trainer.setup.machine_defaults import with_machine_defaults
-from veomni_trainer.setup.model import build_skeleton, conditions, ops_config
-from veomni_trainer.setup.tokenizer import job_tokenizer
+from veomni_trainer.setup.conditions import conditions, ops_config, with_machine_defaults
+from veomni_trainer.setup.model import build_skeleton, job_tokenizer
 from veomni_transformers.cli.job_plan import checked_job
 
 CPU = Hardware.cpu()

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from veomni_core.cli.app import build_app
 from veomni_core.errors import ConfigError, HostError
-from veomni_trainer.loop import trackers
-from veomni_trainer.loop.clock import StepClock
+from veomni_trainer.loop.measures import StepClock
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.run import record
 
@@ -76,19 +74,18 @@ def test_rows_reach_tensorboard_and_runs_are_put_on_one_page(
 def test_a_tracker_that_is_not_installed_is_named_before_anything_starts(
     job_data: dict[str, Any], train: Train, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(record.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(HostError, match=r"wandb is not installed here. Install it with pip install 'veomni-trainer"):
-        trackers.check_trackers(["wandb"])
+        record.check_trackers(["wandb"])
 
 
 def test_a_run_that_fails_has_a_report_that_says_so(
     job_data: dict[str, Any], train: Train, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Failing(TrainerCallback):
-        def update(self, soon: bool) -> None:
-            raise RuntimeError("a cable was pulled")
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a cable was pulled")
 
-    monkeypatch.setattr(record, "LiveReport", lambda folder: Failing())
+    monkeypatch.setattr(record, "append_metrics", fail)
     with pytest.raises(RuntimeError, match="a cable"):
         train(job_data)
     assert "RuntimeError: a cable was pulled" in RunFolder(run).report.read_text(encoding="utf-8")

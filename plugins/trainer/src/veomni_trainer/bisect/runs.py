@@ -23,10 +23,9 @@ from veomni_trainer.loop.trainer import JobTrainer
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.metrics import Row, training_rows
 from veomni_trainer.report.comparison import ROUNDING
+from veomni_trainer.run.checkpoints import StartingPoint
 from veomni_trainer.run.start import prepare
-from veomni_trainer.run.starting_point import StartingPoint
-from veomni_trainer.setup.machine_defaults import for_this_machine
-from veomni_trainer.setup.model import conditions
+from veomni_trainer.setup.conditions import conditions, for_this_machine
 
 # Gradients round more than the loss, which is a mean of many values. Kernels of tiny Llama, Qwen3-MoE, Gemma 3 and
 # DeepSeek-V3 models change a parameter's norm by up to 3e-7 in float32 and by up to 6e-3 in bfloat16.

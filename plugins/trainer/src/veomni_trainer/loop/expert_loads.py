@@ -36,7 +36,9 @@ class ExpertLoads:
 
     def __init__(self, model: nn.Module, binding: Binding, train: TrainSection, rank: int) -> None:
         sites = [each.site for op in binding.plan.ops if op.op_name == "moe_experts" for each in op.sites]
-        self._layers = [_unadapted(model.get_submodule(site.path)) for site in sites]
+        modules: list[Any] = [model.get_submodule(site.path) for site in sites]
+        # The model's own modules, under PEFT's wrappers if their weights are adapted.
+        self._layers = [each.get_base_layer() if hasattr(each, "get_base_layer") else each for each in modules]
         if not self._layers:
             raise ConfigError("train.expert_loads: this model has no experts; write false, or leave it out")
         self._sizes, self._tp_rank = train, rank % train.tp_size
@@ -138,11 +140,6 @@ def leaving(sent: Tensor) -> float:
         18.0
     """
     return float(sent.sum() - sent.diagonal(dim1=1, dim2=3).sum())
-
-
-def _unadapted(module: nn.Module) -> nn.Module:
-    """The model's own module, under PEFT's wrappers if its weights are adapted."""
-    return module.get_base_layer() if hasattr(module, "get_base_layer") else module  # type: ignore[operator]
 
 
 def _way_of(binding: Binding) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from veomni_trainer.job.train_section import ProfileKeys
-from veomni_trainer.loop.device import wait_for
+from veomni_trainer.loop.measures import wait_for
 
 TRACE, TABLE = "trace.json.gz", "table.json"
 _MARK = "module: "
 _LONGEST = 15  # rows of each part of the table
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
+_LAYER = re.compile(r"\.(\d+|mlp|self_attn|experts)$")
 
 
 class ProfiledSteps(TrainerCallback):
@@ -62,7 +63,7 @@ class ProfiledSteps(TrainerCallback):
 
     def _start(self, device: torch.device) -> None:
         for name, module in self._model.named_modules() if self._model else ():
-            if (name and any(True for _ in module.parameters(recurse=False))) or _is_layer(name):
+            if (name and any(True for _ in module.parameters(recurse=False))) or _LAYER.search(name):
                 self._mark(_NUMBER.sub(".*", name), module)
         wait_for(device)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
@@ -111,44 +112,38 @@ def summary(recorded: profile, device: torch.device, seconds: float, steps: int)
     all that is in them, by name with the numbers of layers left out. ``idle_share``: the part of the time in which the
     device, or on a CPU torch, runs nothing.
     """
-    on_cpu = device.type == "cpu"
-    events: Any = recorded.events() or []
-    kernels = [each for each in events if each.device_type != DeviceType.CPU]
-    work = events if on_cpu else kernels
-    spans = [
-        (each.time_range.start, each.time_range.end)
-        for each in work
-        if not each.name.startswith((_MARK, "ProfilerStep")) and not each.is_user_annotation
-    ]
-    own: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    within: Counter[str] = Counter()
-    entered: Counter[str] = Counter()
-    for each in work:
-        if not each.name.startswith(_MARK) and not each.is_user_annotation:
-            own[each.name] += each.self_cpu_time_total if on_cpu else each.time_range.elapsed_us()
-            calls[each.name] += 1
-    for each in events:
-        if each.name.startswith(_MARK) and each.device_type == DeviceType.CPU:
-            name = each.name.removeprefix(_MARK)
-            within[name] += each.cpu_time_total if on_cpu else each.device_time_total
-            entered[name] += 1
-    whole = 1e6 * seconds
-    rows = {"ops": (own, calls), "modules": (within, entered)}
+    on_cpu, duration, averages = device.type == "cpu", 1e6 * seconds, recorded.key_averages()
+    spans = [(each.time_range.start, each.time_range.end) for each in recorded.events() or [] if _is_work(each, on_cpu)]
+    own, whole = (
+        ("self_cpu_time_total", "cpu_time_total") if on_cpu else ("self_device_time_total", "device_time_total")
+    )
+    marks = [each for each in averages if each.key.startswith(_MARK) and each.device_type == DeviceType.CPU]
+    rows = {"ops": (own, [each for each in averages if _is_work(each, on_cpu)]), "modules": (whole, marks)}
     listed = {
         what: [
-            {"name": name, "calls": counts[name] / steps, "ms": spent / steps / 1e3, "share": spent / whole}
-            for name, spent in times.most_common(_LONGEST)
+            {
+                "name": each.key.removeprefix(_MARK),
+                "calls": each.count / steps,
+                "ms": getattr(each, time_of) / steps / 1e3,
+                "share": getattr(each, time_of) / duration,
+            }
+            for each in sorted(found, key=attrgetter(time_of), reverse=True)[:_LONGEST]
         ]
-        for what, (times, counts) in rows.items()
+        for what, (time_of, found) in rows.items()
     }
     return {
         "steps": steps,
         "device": str(device),
         "step_ms": 1e3 * seconds / steps,
-        "idle_share": max(0.0, 1 - _covered(spans) / whole),
+        "idle_share": max(0.0, 1 - _covered(spans) / duration),
         **listed,
     }
+
+
+def _is_work(event: Any, on_cpu: bool) -> bool:
+    """Whether an event is torch's on the device, and no name that someone gave to a part of the program."""
+    is_named = event.key.startswith((_MARK, "ProfilerStep")) or event.is_user_annotation
+    return not is_named and (on_cpu or event.device_type != DeviceType.CPU)
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -158,7 +153,3 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
-
-
-def _is_layer(name: str) -> bool:
-    return bool(re.search(r"\.(\d+|mlp|self_attn|experts)$", name))

@@ -11,24 +11,28 @@ import random
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from veomni_core.errors import ConfigError
-from veomni_trainer.loop.length_masks import LengthMasks, Masks
 from veomni_transformers.jobs.job_files import first_line
+from veomni_transformers.packed.packed_sequences import mask_functions
+from veomni_transformers.proving.functions import current_forward, global_functions, with_globals
 
 Inputs = Mapping[str, Tensor | None]
 Results = Mapping[str, Tensor]
 Step = Callable[[dict[str, Any]], Results]
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], Results]], tuple[Replay, Results]]
+Masks = list[Any]  # in the order in which a forward builds them; None is a mask too
+Function = Callable[..., Any]
 # Steps of a form before it is captured: kernels are compiled in the first, and a library may try several of them.
 _EAGER_STEPS = 3
 # Sequences of one length have one form, and perhaps another one at an epoch's end.
@@ -47,6 +51,56 @@ _CALLERS = {
     "veomni_trainer",
     "veomni_transformers",
 }
+
+
+class LengthMasks:
+    """Attention masks that depend on lengths alone, kept from one step for a step that is captured.
+
+    Where nothing is padded or packed, transformers builds no mask, or one of the lengths. It looks at values to know
+    that, for which it waits for the device. While a graph is captured it can't look, and would build a mask for any
+    case, with which attention is slower. So a captured forward is given the masks of a forward before it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._functions = {module: names for module in model.modules() if (names := mask_functions(module))}
+
+    @contextmanager
+    def kept(self, masks: Masks) -> Iterator[None]:
+        """Put what is built in this context into ``masks``."""
+
+        def keeping(function: Function) -> Function:
+            def build(*args: Any, **kwargs: Any) -> Any:
+                masks.append(function(*args, **kwargs))
+                return masks[-1]
+
+            return build
+
+        masks.clear()
+        with self._replaced(keeping):
+            yield
+
+    @contextmanager
+    def given(self, masks: Masks) -> Iterator[None]:
+        """Give ``masks`` in this context, and build none."""
+        left = iter(masks)
+        with self._replaced(lambda function: lambda *args, **kwargs: next(left)):
+            yield
+
+    @contextmanager
+    def _replaced(self, replacement: Callable[[Function], Function]) -> Iterator[None]:
+        before = {module: vars(module).get("forward") for module in self._functions}
+        try:
+            for module, names in self._functions.items():
+                forward = current_forward(module)
+                functions = {name: replacement(value) for name, value in global_functions(forward) if name in names}
+                module.forward = MethodType(with_globals(forward, functions), module)
+            yield
+        finally:
+            for module, own in before.items():
+                if own is None:
+                    vars(module).pop("forward", None)
+                else:
+                    module.forward = own
 
 
 @dataclass(frozen=True)

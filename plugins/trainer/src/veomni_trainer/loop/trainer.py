@@ -9,37 +9,37 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
-from torch import nn
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
+from torch import Tensor, nn
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from veomni_core.errors import ConfigError
 from veomni_trainer.data.batches import learned_labels
 from veomni_trainer.data.corpus import Corpus
+from veomni_trainer.data.method_inputs import MethodInputs
 from veomni_trainer.data.orders import SharedBatches, validation_batches
 from veomni_trainer.data.streaming import Stream
 from veomni_trainer.job.train_section import TrainSection
-from veomni_trainer.loop.accumulation import weight_of_aux_loss
-from veomni_trainer.loop.bad_steps import BadSteps
-from veomni_trainer.loop.clock import StepClock
-from veomni_trainer.loop.device import peak_memory, reset_peak, wait_for
+from veomni_trainer.loop.corrected_trainer import CorrectedTrainer, weight_of_aux_loss
+from veomni_trainer.loop.early_ends import BadSteps
 from veomni_trainer.loop.expert_loads import ExpertLoads
-from veomni_trainer.loop.loader_processes import errors_of_processes
+from veomni_trainer.loop.measures import StepClock, Throughput, peak_memory, reset_peak, wait_for
 from veomni_trainer.loop.optimizers import divide, optimizer_for
-from veomni_trainer.loop.resuming_trainer import ResumingTrainer
-from veomni_trainer.loop.step_graphs import Results, StepGraphs, graphs_on
-from veomni_trainer.loop.throughput import Throughput
+from veomni_trainer.loop.step_graphs import Results, graphs_on
 from veomni_trainer.output.metrics import Row
 from veomni_transformers.towers.host_metadata import HostMetadata
 
-Listener = Callable[[Row], None]
 _LEARNED = "num_items_in_batch"  # the labels that a step learns
 
 
-class JobTrainer(ResumingTrainer):
+class JobTrainer(CorrectedTrainer):
     """A ``Trainer`` that calls ``on_row`` in the first process with a row of metrics for every logged step.
 
     A row's loss is that of its own step, averaged over processes. ``Trainer`` logs the mean since the previous row
     instead; then an interrupted and resumed run would write other rows than an uninterrupted one.
+
+    Attributes:
+        clock: measures the steps.
+        bad_steps: finds those that are not finite.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class JobTrainer(ResumingTrainer):
         model: nn.Module,
         args: TrainingArguments,
         corpus: Corpus,
-        on_row: Listener,
+        on_row: Callable[[Row], None],
         callbacks: list[TrainerCallback],
         train: TrainSection,
         loads: ExpertLoads | None = None,
         norms: Collection[nn.Module] = (),
         throughput: Throughput | None = None,
-        **more: Any,
+        inputs: MethodInputs | None = None,
     ) -> None:
-        self._throughput = throughput
-        self._clock, self._loads, self._corpus, self._norms = StepClock(), loads, corpus, norms
+        self._throughput, self._method_inputs = throughput, inputs
+        self.clock, self._loads, self._corpus, self._norms = StepClock(), loads, corpus, norms
         self.bad_steps = BadSteps(train, self._loss_scale)
         super().__init__(
             train,
@@ -65,13 +65,12 @@ class JobTrainer(ResumingTrainer):
             # The last one reads the other callbacks' decisions, and bad_steps those of all before it.
             callbacks=[*callbacks, self.bad_steps, _StepCallback(self)],
             **self.inputs_of(model, corpus, train),
-            **more,
         )
         self.optimizer_cls_and_kwargs = optimizer_for(train, model)
         self.remove_callback(PrinterCallback)
-        self.remove_callback(ProgressCallback)
         self._on_row = on_row
-        self._graphs = self._step_graphs(model) if train.cuda_graphs else None
+        graphs = partial(graphs_on, args.device, model, train.gradient_accumulation > 1, train.gradient_checkpointing)
+        self._graphs = graphs() if train.cuda_graphs else None
         self.start_step()
 
     def inputs_of(self, model: nn.Module, corpus: Corpus, train: TrainSection) -> dict[str, Any]:
@@ -89,11 +88,13 @@ class JobTrainer(ResumingTrainer):
         """What the method has measured since the last row, by the names of its curves."""
         return {}
 
+    def look_at(self, outputs: Any, inputs: dict[str, Any]) -> None:
+        """Take what the model computed of a batch that is no validation's; overridden by methods that measure it."""
+
     def start_step(self) -> None:
         """Clear the losses of the previous step."""
-        self._losses: list[torch.Tensor] = []
-        self._aux_losses: list[torch.Tensor] = []
-        self._aux_loss: torch.Tensor | None = None  # the last forward's
+        self._aux_losses: list[Tensor] = []
+        self._aux_loss: Tensor | None = None  # the last forward's
         self.bad_steps.start_step()
         if self._loads:
             self._loads.start_step()
@@ -123,10 +124,6 @@ class JobTrainer(ResumingTrainer):
             return super()._get_train_sampler(*args, **kwargs)
         return SharedBatches(order, self._train_batch_size, shared) if shared > 1 else order
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        with errors_of_processes():
-            return super().get_batch_samples(*args, **kwargs)
-
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """The mean loss over the learned tokens of the validation sequences; each counts once, in whichever batch."""
         model: Any = self.model
@@ -140,7 +137,7 @@ class JobTrainer(ResumingTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _total_loss(self, model: nn.Module, sequences: Any) -> torch.Tensor:
+    def _total_loss(self, model: nn.Module, sequences: Any) -> Tensor:
         """The sum of the losses of ``sequences`` on all ranks, and how many tokens are learned in them: ``[2]``."""
         # The ranks that share a batch evaluate the same sequences.
         shared = self._train.ranks_per_batch
@@ -153,12 +150,12 @@ class JobTrainer(ResumingTrainer):
                 loss = self.compute_loss(model, inputs, num_items_in_batch=tokens.clamp_min(1))
             if batch.weight and tokens:
                 total += torch.stack([loss * tokens, tokens])
-        summed: torch.Tensor = self.accelerator.reduce(total, "sum")
+        summed: Tensor = self.accelerator.reduce(total, "sum")
         return summed
 
     def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
-    ) -> torch.Tensor:
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
         self.count_tokens(inputs)
         if self._graphs is None:
             found = self._forward_and_backward(model, inputs, num_items_in_batch)
@@ -172,7 +169,6 @@ class JobTrainer(ResumingTrainer):
             given = self._prepare_inputs({**inputs, _LEARNED: num_items_in_batch})
             found = self._graphs(partial(self._captured_step, model), given)
         loss = found["loss"]
-        self._losses.append(loss)
         self.bad_steps.look_at_loss(loss)
         if "aux_loss" in found:
             self._aux_losses.append(found["aux_loss"])
@@ -182,22 +178,21 @@ class JobTrainer(ResumingTrainer):
         """A micro-step of which ``given`` is all that differs from step to step."""
         return self._forward_and_backward(model, given, given.pop(_LEARNED))
 
-    def _forward_and_backward(self, model: nn.Module, inputs: Any, learned: torch.Tensor | int | None) -> Results:
+    def _forward_and_backward(self, model: nn.Module, inputs: Any, learned: Tensor | int | None) -> Results:
         """What ``Trainer`` does in a micro-step, and the losses that it measures. TRL's inputs may be of any kind."""
         self._aux_loss = None
         loss = super().training_step(model, inputs, learned)
         return {"loss": loss} if self._aux_loss is None else {"loss": loss, "aux_loss": self._aux_loss}
 
-    def _step_graphs(self, model: nn.Module) -> StepGraphs:
-        train = self._train
-        return graphs_on(self.args.device, model, train.gradient_accumulation > 1, train.gradient_checkpointing)
-
     def count_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the tokens of a micro-step, on all ranks."""
-        tokens = inputs["input_ids"].numel() * self.args.world_size // self._train.ranks_per_batch
-        self._clock.count(tokens)
+        shape = inputs["input_ids"].shape
+        self._count(shape.numel() * self.args.world_size // self._train.ranks_per_batch, shape[-1])
+
+    def _count(self, tokens: int, length: int) -> None:
+        self.clock.count(tokens)
         if self._throughput:
-            self._throughput.count(tokens, inputs["input_ids"].shape[-1])
+            self._throughput.count(tokens, length)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         norm = super()._get_grad_norm(*args, **kwargs)
@@ -209,12 +204,14 @@ class JobTrainer(ResumingTrainer):
         model: nn.Module,
         inputs: dict[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         with self._loads.counting() if self._loads and model.training and self._logs_step() else nullcontext():
             loss, outputs = super().compute_loss(
                 model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
             )
+        if model.training:
+            self.look_at(outputs, inputs)
         if model.training and (aux_loss := getattr(outputs, "aux_loss", None)) is not None:
             self._aux_loss = aux_loss.detach()
             if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
@@ -231,7 +228,7 @@ class JobTrainer(ResumingTrainer):
             self._hand_on({"step": step, **rows})
         if "loss" not in logs:
             return
-        row: Row = {"step": step, "loss": self._mean(torch.stack(self._losses).sum())}
+        row: Row = {"step": step, "loss": self._mean(torch.stack(self.bad_steps.losses).sum())}
         if self._aux_losses:
             row["aux_loss"] = self._mean(torch.stack(self._aux_losses).mean())
         row |= {key: logs[key] for key in ("grad_norm", "learning_rate") if key in logs}
@@ -240,17 +237,13 @@ class JobTrainer(ResumingTrainer):
             row["learned_tokens"] = int(self.learned_tokens)
         row |= {"bad": self.bad_steps.problem} if self.bad_steps.problem else {}
         row |= self._loads.measure(self.accelerator.gather) if self._loads else {}
-        seconds = self._clock.seconds
-        row |= self._clock.read() | {"peak_memory_bytes": peak_memory(self.args.device)}
+        seconds = self.clock.seconds
+        row |= self.clock.read() | {"peak_memory_bytes": peak_memory(self.args.device)}
         if self.args.world_size > 1:
             row["tokens_per_second_each"] = row["tokens_per_second"] / self.args.world_size
         row |= self._throughput.read(seconds) if self._throughput else {}
         self._hand_on(row)
-        self._clock.forget_pause()  # a listener may have drawn the report
-
-    def leave_out(self, seconds: float) -> None:
-        """Leave a wait of ``seconds`` out of the step's time."""
-        self._clock.leave_out(seconds)
+        self.clock.forget_pause()  # a listener may have drawn the report
 
     def _logs_step(self) -> bool:
         """Whether the step that runs will be logged; an interrupt that makes it the last one is not known yet."""
@@ -265,7 +258,7 @@ class JobTrainer(ResumingTrainer):
         scaler = self.accelerator.scaler
         return scaler.get_scale() if scaler is not None else None
 
-    def _mean(self, value: torch.Tensor) -> float:
+    def _mean(self, value: Tensor) -> float:
         return float(self.accelerator.reduce(value.float(), "mean"))
 
 
@@ -279,7 +272,7 @@ class _StepCallback(TrainerCallback):
         reset_peak(args.device)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._trainer._clock.start()
+        self._trainer.clock.start()
         self._trainer.start_step()
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **__: Any) -> None:
@@ -287,10 +280,10 @@ class _StepCallback(TrainerCallback):
             control.should_log = True  # the last step is logged, whatever log_every is
         if control.should_save or control.should_evaluate:
             wait_for(args.device)  # so that the pause doesn't include work of this step that is still running
-        self._trainer._clock.end_step()
+        self._trainer.clock.end_step()
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        self._trainer._clock.forget_pause()
+        self._trainer.clock.forget_pause()
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
-        self._trainer._clock.forget_pause()
+        self._trainer.clock.forget_pause()

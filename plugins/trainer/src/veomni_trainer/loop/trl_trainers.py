@@ -15,9 +15,9 @@ from torch import nn
 from veomni_core.errors import JobFileError
 from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.data.method_inputs import MethodInputs
-from veomni_trainer.job.method_packages import require_trl
+from veomni_trainer.job.method_packages import orpo, require_trl
 from veomni_trainer.job.train_section import TrainSection
-from veomni_trainer.loop.sharded_trainer import ShardedTrainer
+from veomni_trainer.loop.corrected_trainer import CorrectedTrainer
 from veomni_trainer.loop.trainer import JobTrainer
 from veomni_trainer.output.metrics import Row
 from veomni_transformers.rollout_replay import RolloutReplay
@@ -36,8 +36,10 @@ _OWN = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"
 class MethodTrainer(JobTrainer):
     """A :class:`JobTrainer` whose loss is that of one of TRL's trainers, which comes after it among the bases."""
 
-    def __init__(self, *args: Any, inputs: MethodInputs, **kwargs: Any) -> None:
-        self._method_inputs = inputs
+    counts_labels = False
+    _method_inputs: MethodInputs
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if "ref" in getattr(self.model, "peft_config", {}):
             # TRL's copy of the adapter as it is now, which is trained already where a run goes on. Without it the
@@ -65,16 +67,10 @@ class MethodTrainer(JobTrainer):
         if model.training:
             names = ("input_ids", "prompt_ids", "completion_ids", "chosen_input_ids", "rejected_input_ids")
             shapes = [inputs[name].shape for name in names if name in inputs]
-            tokens = sum(shape.numel() for shape in shapes) * self.args.world_size
-            self._clock.count(tokens)
-            if self._throughput:
-                self._throughput.count(tokens, shapes[0][-1])
+            self._count(sum(shape.numel() for shape in shapes) * self.args.world_size, shapes[0][-1])
         # Past JobTrainer's own, which asks for the model's outputs.
         loss: Any = super(JobTrainer, self).compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         return (loss, {}) if return_outputs else loss
-
-    def _get_num_items_in_batch(self, *args: Any) -> Any:
-        """Nothing: the loss of a row is a mean already."""
 
     def curves(self) -> Row:
         """What TRL has measured since the last row, as averages."""
@@ -85,12 +81,15 @@ class MethodTrainer(JobTrainer):
 
     def measured(self) -> dict[str, list[float]]:
         """TRL's own lists of what it has measured in each micro-step, by the names of their curves."""
-        found: dict[str, list[float]] = self._metrics["train"]  # type: ignore[attr-defined]
+        own: Any = self
+        found: dict[str, list[float]] = (own._stored_metrics if self._train.method == "orpo" else own._metrics)["train"]
         return found
 
 
 class SftTrainer(MethodTrainer, trl.SFTTrainer):  # type: ignore[misc,name-defined]
     """Supervised fine-tuning on the job's own sequences."""
+
+    counts_labels = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,9 +104,6 @@ class SftTrainer(MethodTrainer, trl.SFTTrainer):  # type: ignore[misc,name-defin
         tensors = {name: each for name, each in self._sequences[0].items() if isinstance(each, torch.Tensor)}
         first = Dataset.from_list([{name: value.tolist() for name, value in tensors.items()}])
         return inputs | {"train_dataset": first, "processing_class": self._method_inputs.tokenizer}
-
-    def _get_num_items_in_batch(self, *args: Any) -> Any:
-        return JobTrainer._get_num_items_in_batch(self, *args)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not {"attention_mask", "position_ids"} & inputs.keys():  # nothing is padded, and TRL counts tokens by one
@@ -229,7 +225,7 @@ class DrawnTrainer(MethodTrainer):
                 config.output_router_logits = True
 
     def _get_num_items_in_batch(self, *args: Any) -> Any:
-        return super(ShardedTrainer, self)._get_num_items_in_batch(*args)
+        return super(CorrectedTrainer, self)._get_num_items_in_batch(*args)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return super(JobTrainer, self)._get_train_sampler(*args, **kwargs)
@@ -246,3 +242,11 @@ class GrpoTrainer(DrawnTrainer, trl.GRPOTrainer):  # type: ignore[misc,name-defi
 
 class RlooTrainer(DrawnTrainer, trl.RLOOTrainer):  # type: ignore[misc,name-defined]
     """REINFORCE leave-one-out."""
+
+
+def trainer_class(method: str) -> type[MethodTrainer]:
+    """The trainer of one of TRL's methods; TRL's own for ORPO is imported only for it."""
+    if method == "orpo":
+        return type("OrpoTrainer", (MethodTrainer, orpo().ORPOTrainer), {})
+    kind: type[MethodTrainer] = globals()[f"{method.capitalize()}Trainer"]
+    return kind

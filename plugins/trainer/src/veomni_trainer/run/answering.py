@@ -83,7 +83,9 @@ class Answerer:
 
     def __init__(self, source: Path, eager: bool = False, trust_remote_code: bool = False) -> None:
         self.folder = _weights_in(source)
-        self._job = _job_of(self.folder)
+        # The job beside the weights, or of the run that an export lies in; an export elsewhere has none.
+        jobs = [path for path in (self.folder / _JOB, self.folder.parent / _JOB) if path.is_file()]
+        self._job: dict[str, Any] = load_yaml(jobs[0]) if jobs else {}
         self.tokenizer: PreTrainedTokenizerBase | Any = _tokenizer_of(self.folder, self._job, trust_remote_code)
         options: Any = {"trust_remote_code": trust_remote_code}
         self._processor = MediaProcessor(self.folder, self.tokenizer, **options) if has_processor(self.folder) else None
@@ -213,12 +215,6 @@ def _weights_in(source: Path) -> Path:
             return run.exported
         raise ConfigError(f"{source} holds neither a complete checkpoint nor exported weights (*.safetensors)")
     return folder
-
-
-def _job_of(folder: Path) -> dict[str, Any]:
-    """The job beside the weights, or of the run that an export lies in; an export elsewhere has none."""
-    found = next((path for path in (folder / _JOB, folder.parent / _JOB) if path.is_file()), None)
-    return load_yaml(found) if found else {}
 
 
 def _tokenizer_of(folder: Path, job: dict[str, Any], trust_remote_code: bool) -> Any:

@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 
 from veomni_core.commands import AsJson, Changes, Frozen, JobPath, fit, frozen_job, print_json
 from veomni_core.errors import ConfigError, did_you_mean
-from veomni_trainer.loop.signals import INTERRUPTED
+from veomni_trainer.run.terminal import INTERRUPTED, is_main_process
 
 _COMPARABLE = ("eager", "eager-after")
 _RESUME, _RESUME_FROM = "--resume", "--resume-from"
@@ -86,7 +86,6 @@ def train(
 
     from veomni_trainer.output.folder import RunFolder
     from veomni_trainer.report.write import outcome
-    from veomni_trainer.run.console import is_main_process
     from veomni_trainer.run.run_job import run_job
 
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():

@@ -15,21 +15,15 @@ from veomni_core.commands import FrozenJob, render_table
 from veomni_core.errors import ConfigError
 from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.job.schema import Job
-from veomni_trainer.loop.checkpoints import check_plan, check_sequences
 from veomni_trainer.output.folder import RunFolder
-from veomni_trainer.run.check import check_frozen
-from veomni_trainer.run.pinned_job import pinned_job
-from veomni_trainer.run.start import check_enough, check_settings, read_data, steps_of
-from veomni_trainer.run.starting_point import StartingPoint, completion, describe_resumption, starting_point
+from veomni_trainer.run.check import settled_job
+from veomni_trainer.run.checkpoints import StartingPoint, check_plan, completion, describe_resumption, starting_point
+from veomni_trainer.run.start import checked_data, steps_of
 from veomni_trainer.setup.arguments import device_of
-from veomni_trainer.setup.machine_defaults import for_this_machine
+from veomni_trainer.setup.conditions import conditions, ops_config
 from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory
-from veomni_trainer.setup.model import check_model, conditions, model_config, ops_config
-from veomni_trainer.setup.precision import weights_dtype
-from veomni_trainer.setup.scoring_models import with_labels
-from veomni_trainer.setup.tokenizer import job_tokenizer
-from veomni_trainer.setup.trl_arguments import check_method
-from veomni_transformers.build import build_skeleton
+from veomni_trainer.setup.method_models import with_labels
+from veomni_trainer.setup.model import model_config, unbound_skeleton
 from veomni_transformers.jobs.hub_snapshots import is_offline
 from veomni_transformers.weights import check_weights
 
@@ -152,32 +146,20 @@ def dry_run(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("--dry-run looks at one process of the job; start it without torchrun")
     transformers.utils.logging.set_verbosity_error()
-    check_frozen(job)
-    registry = discover()
-    folder = RunFolder(Path(job.train.output_dir))
-    job = pinned_job(for_this_machine(job, registry), folder.job if resume else None)
+    registry, folder = discover(), RunFolder(Path(job.train.output_dir))
+    job = settled_job(job, registry, folder.job if resume else None)
     ops = ops_config(job, registry)
     point = starting_point(job, folder, resume, overwrite)
-    done = completion(job, folder, point, job.train.steps)
-    tokenizer = job_tokenizer(job)
-    check_settings(job)
-    check_model(job, tokenizer)
+    processes = max(job.train.fsdp_size * job.train.tp_size, job.train.ranks_per_sequence)
+    tokenizer, corpus, _ = checked_data(job, point, processes)
+    done = completion(job, folder, point, steps_of(corpus, job.train, processes))
     offline = is_offline()
     located = job.model.located(with_weights=offline)
     if located.weights and (offline or located.weights == job.model.weights):  # others are downloaded to train
         check_weights(Path(located.weights))
     device, under = device_of(job.train), conditions(job)
-    processes = max(job.train.fsdp_size * job.train.tp_size, job.train.ranks_per_sequence)
-    corpus = read_data(job, tokenizer)
-    check_method(job, tokenizer, processes)
-    if point.checkpoint:
-        check_sequences(point.checkpoint, corpus.fingerprint())
-    check_enough(corpus, job.train, processes)
-    done = done or completion(job, folder, point, steps_of(corpus, job.train, processes))
     job = with_labels(job, corpus)
-    config = model_config(job, tokenizer)
-    options: Any = {"trust_remote_code": job.model.trust_remote_code, "modeling": job.model.modeling}
-    skeleton = build_skeleton(config, torch_dtype=weights_dtype(job), **options)
+    skeleton = unbound_skeleton(job, model_config(job, tokenizer))
     plan = make_plan(
         skeleton,
         ops,

@@ -2,29 +2,87 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from veomni_trainer.loop.alternating_steps import AlternatingSteps
-from veomni_trainer.loop.signals import receiving
+from transformers import TrainerCallback, TrainingArguments
+
+from veomni_trainer.loop.measures import wait_for
 from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.run.terminal import receiving
 
 EAGER = "eager"  # the name of the run, and of its folder
-_MODULE = "veomni_trainer.run.eager_process"
 _STANDARD_ERROR = 2  # its file descriptor
+_STEP_DONE, _ALL_DONE = b".", b"!"
+
+
+class AlternatingSteps(TrainerCallback):
+    """Lets a step begin when the other process has ended its own: what else the machine does hits both trainings alike.
+
+    Validation and checkpoints belong to the turn.
+
+    Args:
+        receiving: the file descriptor at which the other process says that it has done a step.
+        sending: the one at which this process says so.
+        first: whether this process does the first step.
+
+    Attributes:
+        on_wait: called with the seconds of each wait.
+        first: whether this process does the first step.
+        on_lost: called where the other process ends without having said that it has done its last step.
+    """
+
+    def __init__(self, receiving: int, sending: int, first: bool) -> None:
+        self._receiving, self._sending, self.first = receiving, sending, first
+        self._began = self._alone = self._closed = False
+        self.on_wait: Callable[[float], None] = lambda seconds: None
+        self.on_lost: Callable[[], None] = lambda: None
+
+    def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        if self._alone:
+            return
+        wait_for(args.device)  # its work belongs to this process's last step
+        began = time.perf_counter()
+        if self._began:
+            self._say(_STEP_DONE)
+        if self._began or not self.first:
+            self._listen()
+        self._began = True
+        self.on_wait(time.perf_counter() - began)
+
+    def end(self) -> None:
+        """Let the other process go on alone."""
+        if not self._closed:
+            self._closed = self._alone = True
+            self._say(_ALL_DONE)
+            os.close(self._receiving)
+            os.close(self._sending)
+
+    def _say(self, what: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the other process has ended, which _listen will find
+            os.write(self._sending, what)
+
+    def _listen(self) -> None:
+        heard = os.read(self._receiving, 1)
+        if heard != _STEP_DONE:
+            self._alone = True
+        if not heard:
+            self.on_lost()
 
 
 @dataclass(frozen=True)
 class EagerRun:
-    """The arguments of the eager run's process.
+    """The eager run, as its process is told of it.
 
     Attributes:
         job: the file of the job that it is compared with.
@@ -46,37 +104,23 @@ class EagerRun:
         There the allocator, the peak memory and the compiled code of this run don't affect it. In its own process
         group, it doesn't get the terminal's Ctrl-C.
         """
-        command = [sys.executable, "-m", _MODULE, json.dumps(asdict(self))]
-        if self.turns is None:
-            # Where this process prints to standard error (under --json), so does the child.
-            output = _STANDARD_ERROR if sys.stdout is sys.stderr else None
-            return subprocess.Popen(command, process_group=0, stdout=output)
-        # Two runs can't show their progress on one terminal.
-        return subprocess.Popen(command, process_group=0, pass_fds=self.turns, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "veomni_trainer.run.eager_process", json.dumps(asdict(self))]
+        # Where this process prints to standard error (under --json), so does the child.
+        output = _STANDARD_ERROR if sys.stdout is sys.stderr else None
+        if self.turns:  # two runs can't show their progress on one terminal
+            output = subprocess.DEVNULL
+        return subprocess.Popen(command, process_group=0, pass_fds=self.turns or (), stdout=output)
 
 
-class EagerBeside:
-    """The eager run that takes turns with the training in this process."""
+@contextlib.contextmanager
+def eager_beside(
+    job_text: str, folder: RunFolder, resume: bool, accept_plan_change: bool
+) -> Iterator[tuple[AlternatingSteps, Callable[[bool], int]]]:
+    """Start the eager run of a job, which waits for its turn. If this process's training fails, the eager run ends.
 
-    def __init__(self, child: subprocess.Popen[bytes], turns: AlternatingSteps) -> None:
-        self._child, self.turns = child, turns
-
-    def wait(self, stop: bool) -> int:
-        """End this process's turns, and wait for the eager run; returns its exit code.
-
-        Args:
-            stop: whether it shall end like this process's training, with a checkpoint after the same step.
-        """
-        with receiving(lambda number, _: self._child.send_signal(number)):
-            if stop and self._child.poll() is None:
-                self._child.send_signal(signal.SIGINT)
-            self.turns.end()
-            return self._child.wait()
-
-
-@contextmanager
-def eager_beside(job_text: str, folder: RunFolder, resume: bool, accept_plan_change: bool) -> Iterator[EagerBeside]:
-    """Start the eager run of a job, which waits for its turn. If this process's training fails, the eager run ends."""
+    Gives this process's turns, and what ends these and waits for the eager run; that takes whether the run shall end
+    like this process's training, with a checkpoint after the same step, and returns its exit code.
+    """
     eager = folder.compared(EAGER)
     received, sends = os.pipe()
     hears, sent = os.pipe()
@@ -87,14 +131,22 @@ def eager_beside(job_text: str, folder: RunFolder, resume: bool, accept_plan_cha
         child = EagerRun(str(job), str(eager.path), resume, accept_plan_change, (received, sent)).start()
         os.close(received)
         os.close(sent)
-        beside = EagerBeside(child, AlternatingSteps(hears, sends, first=True))
+        turns = AlternatingSteps(hears, sends, first=True)
+
+        def wait(stop: bool) -> int:
+            with receiving(lambda number, _: child.send_signal(number)):
+                if stop and child.poll() is None:
+                    child.send_signal(signal.SIGINT)
+                turns.end()
+                return child.wait()
+
         try:
-            yield beside
+            yield turns, wait
         except BaseException:
-            beside.wait(stop=True)
+            wait(True)
             raise
         finally:
-            beside.wait(stop=False)
+            wait(False)
 
 
 def train_eager(folder: RunFolder, accept_plan_change: bool) -> int:

@@ -10,10 +10,13 @@ from pathlib import Path
 from veomni_core.commands import exit_code
 from veomni_core.errors import VeOmniError
 from veomni_trainer.job.load import load_job
-from veomni_trainer.loop.signals import INTERRUPTED
+from veomni_trainer.run.terminal import INTERRUPTED
 from veomni_trainer.setup.postponed import postpone_bitsandbytes
 
-_ALL_EAGER = "model.ops_implementation={preset: eager}"
+_CHANGES = (
+    *("model.ops_implementation={preset: eager}", "train.export=false", "train.report_to=[]", "train.shadow=0"),
+    "train.cuda_graphs=false",  # models' own code may wait for the GPU
+)
 
 
 def main(arguments: str) -> int:
@@ -21,17 +24,13 @@ def main(arguments: str) -> int:
     with contextlib.suppress(VeOmniError):  # said below, once the other process can be told that this one ends
         postpone_bitsandbytes(load_job(Path(json.loads(arguments)["job"])))
 
-    from veomni_trainer.loop.alternating_steps import AlternatingSteps
-    from veomni_trainer.run.eager import EagerRun
+    from veomni_trainer.run.eager import AlternatingSteps, EagerRun
     from veomni_trainer.run.run_job import run_job
 
     run = EagerRun(**json.loads(arguments))
     turns = AlternatingSteps(*run.turns, first=False) if run.turns else None
     try:
-        output = f"train.output_dir={json.dumps(run.folder)}"
-        # Models' own code may wait for the GPU, which a CUDA graph can't.
-        without = ("train.export=false", "train.report_to=[]", "train.shadow=0", "train.cuda_graphs=false")
-        job = load_job(Path(run.job), [_ALL_EAGER, output, *without])
+        job = load_job(Path(run.job), [*_CHANGES, f"train.output_dir={json.dumps(run.folder)}"])
         interrupted = run_job(
             job,
             resume=run.resume,

@@ -1,53 +1,82 @@
-"""Writes a run's files during training. Earlier results stay untouched until the first step is done."""
+"""Writes a run's files during training, and sends its metrics to trackers; only once the first step is done."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import SchedulerType, TrainerCallback, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import TensorBoardCallback, TrackioCallback, WandbCallback
 
-from veomni_core import Binding
-from veomni_trainer.loop.trackers import Trackers
-from veomni_trainer.output.folder import RunFolder
+from veomni_core.errors import HostError
+from veomni_trainer.job.load import dump_job
 from veomni_trainer.output.metrics import Row, append_metrics, truncate_metrics
 from veomni_trainer.report.progress import Progress
 from veomni_trainer.report.write import RunEnding, write_report
-from veomni_trainer.run.console import print_once
+from veomni_trainer.run.terminal import print_once
 from veomni_transformers.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from veomni_trainer.run.start import Start
 
 _SECONDS_BETWEEN = 30.0
 _LARGEST_SHARE = 0.02  # of the time that a run takes
 
 
-class RunRecord(TrainerCallback):
-    """Writes the run's files, shows its progress and hands rows on; of several processes, only the first one does."""
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise where a tracker's package is missing.
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        binding: Binding,
-        job_text: str,
-        read: list[dict[str, Any]],
-        resumed_from: int,
-        progress: Progress,
-        trackers: Trackers,
-    ) -> None:
-        self._folder, self._binding, self._job_text, self._read = folder, binding, job_text, read
-        self._resumed_from, self._progress, self._trackers = resumed_from, progress, trackers
-        self._live = LiveReport(folder)
+    Raises:
+        HostError: naming the packages.
+    """
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        raise HostError(
+            f"train.report_to: {', '.join(missing)} is not installed here. Install it with pip install "
+            f"'veomni-trainer[{','.join(missing)}]', or remove it from train.report_to"
+        )
+
+
+class RunRecord(TrainerCallback):
+    """Writes the run's files, shows its progress and hands rows on; of several processes, only the first one does.
+
+    Earlier results stay untouched until the first step is done, and no tracker is started until then. The report is
+    written at most every half minute, and at most a fiftieth of the time; validations don't wait for the half minute.
+
+    Attributes:
+        progress: shows rows in the terminal.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self._start, self._folder, self._resumed_from = start, start.folder, start.point.step
+        self.progress = Progress(start.arguments.max_steps, start.point.step)
         self._begun = self._warned = False
+        self._reported, self._cost = time.monotonic(), 0.0
+        # Trainer calls its own callbacks with means over several steps, so these are not among them.
+        self._trackers: list[TrainerCallback] = []
+        self._now: tuple[Any, ...] = ()
+        self._model: Any = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **parts: Any) -> None:
         if self._resumed_from:
             print_once(f"in force from step {state.global_step + 1} on: {settings_in_force(parts['optimizer'], args)}")
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero and not self._begun:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: Any, model: Any = None, **_: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        self._now, self._model = (args, state, control), model
+        if not self._begun:
             self._begin()
             self._begun = True
+            args.run_name = args.run_name or self._folder.path.name
+            self._trackers = [self._tracker(name) for name in self._start.job.train.report_to]
+            for tracker in self._trackers:
+                tracker.on_train_begin(*self._now, model=model)
 
     def on_row(self, row: Row) -> None:
         """Append one row to the metrics, and show it. The rows of each expert are too many for it: they go beside."""
@@ -57,9 +86,18 @@ class RunRecord(TrainerCallback):
         if "bad" in row and not self._warned:
             self._warned = True
             print_once(f"warning: step {row['step']}: {row['bad']}. No checkpoint is written of such a step")
-        self._progress.show(row)
-        self._trackers.send(row)
-        self._live.update(soon="validation_loss" in row)
+        self.progress.show(row)
+        logs = {key: value for key, value in row.items() if key != "step" and isinstance(value, (int, float))}
+        if "validation_loss" in logs:
+            logs = {"eval_loss": logs["validation_loss"]}  # transformers puts it under eval/
+        for tracker in self._trackers:
+            tracker.on_log(*self._now, model=self._model, logs=logs)
+        began, rest = time.monotonic(), self._cost / _LARGEST_SHARE
+        soon = "validation_loss" in row and self._cost
+        if began - self._reported >= (rest if soon else max(rest, _SECONDS_BETWEEN)):
+            write_report(self._folder, RunEnding("running"))
+            self._reported = time.monotonic()
+            self._cost = self._reported - began
 
     def end_with(self, error: BaseException) -> None:
         """Write a report of what there is before ``error`` ends the run."""
@@ -70,6 +108,11 @@ class RunRecord(TrainerCallback):
                 ending = RunEnding("interrupted") if stopped else RunEnding("failed", f"{type(error).__name__}: {what}")
                 write_report(self._folder, ending)
 
+    def close(self) -> None:
+        """Finish the trackers' files and connections."""
+        for tracker in self._trackers:
+            tracker.on_train_end(*self._now, model=self._model)
+
     def _begin(self) -> None:
         self._folder.path.mkdir(parents=True, exist_ok=True)
         if self._resumed_from:
@@ -79,10 +122,18 @@ class RunRecord(TrainerCallback):
             self._folder.report.unlink(missing_ok=True)
         else:
             self._folder.clear()
-        write_whole(self._folder.plan, self._binding.plan.to_json())
-        write_whole(self._folder.receipt, self._binding.receipt.to_json())
-        write_whole(self._folder.data, json.dumps(self._read, indent=1))
-        write_whole(self._folder.job, self._job_text)
+        write_whole(self._folder.plan, self._start.binding.plan.to_json())
+        write_whole(self._folder.receipt, self._start.binding.receipt.to_json())
+        write_whole(self._folder.data, json.dumps([each.to_dict() for each in self._start.corpus.read], indent=1))
+        write_whole(self._folder.job, dump_job(self._start.job))
+
+    def _tracker(self, name: str) -> TrainerCallback:
+        if name != "tensorboard":
+            return {"wandb": WandbCallback, "trackio": TrackioCallback}[name]()
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = self._resumed_from + 1 if self._resumed_from else None  # drop what an earlier run wrote later
+        return TensorBoardCallback(SummaryWriter(str(self._folder.path / "tensorboard"), purge_step=purge))
 
 
 def settings_in_force(optimizer: Any, args: TrainingArguments) -> str:
@@ -99,29 +150,3 @@ def settings_in_force(optimizer: Any, args: TrainingArguments) -> str:
         values = sorted({str(group[key]) for group in groups if key in group})
         said += [f"{key} {' and '.join(values)}"] if values else []
     return ", ".join([*said, f"max_grad_norm {args.max_grad_norm}"])
-
-
-class LiveReport:
-    """Writes a run's report at most every half minute, and at most a fiftieth of the time.
-
-    Validations don't wait for the half minute.
-    """
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._rested = time.monotonic()
-        self._cost = 0.0
-
-    def update(self, soon: bool) -> None:
-        """Write the report if it is due.
-
-        Args:
-            soon: whether there is something new that is worth a report of its own.
-        """
-        began = time.monotonic()
-        rest = self._cost / _LARGEST_SHARE
-        if began - self._rested < (rest if soon and self._cost else max(rest, _SECONDS_BETWEEN)):
-            return
-        write_report(self._folder, RunEnding("running"))
-        self._rested = time.monotonic()
-        self._cost = self._rested - began

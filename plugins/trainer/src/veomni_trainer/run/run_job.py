@@ -5,35 +5,33 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 import transformers
 from torch import distributed
 
-from veomni_core import Registry, discover
+from veomni_core import discover
 from veomni_core.commands import FrozenJob
 from veomni_core.errors import ConfigError, HostError, TrainingDivergedError
 from veomni_trainer.job.load import dump_job
 from veomni_trainer.job.schema import Job
-from veomni_trainer.loop.alternating_steps import AlternatingSteps
-from veomni_trainer.loop.signals import INTERRUPTED
 from veomni_trainer.output.disk import naming_failed_writes
 from veomni_trainer.output.export import export_checkpoint, push
 from veomni_trainer.output.folder import RunFolder, locked
 from veomni_trainer.report.write import RunEnding, State, describe_run, write_report
-from veomni_trainer.run.check import check_frozen
-from veomni_trainer.run.console import is_main_process, print_once
-from veomni_trainer.run.eager import EAGER, eager_beside, train_eager
-from veomni_trainer.run.memory_errors import naming_lack_of_memory
-from veomni_trainer.run.pinned_job import pinned_job
+from veomni_trainer.run.check import settled_job
+from veomni_trainer.run.checkpoints import completion, starting_point
+from veomni_trainer.run.eager import EAGER, AlternatingSteps, eager_beside, train_eager
 from veomni_trainer.run.start import prepare
-from veomni_trainer.run.starting_point import completion, starting_point
+from veomni_trainer.run.terminal import INTERRUPTED, is_main_process, print_once
 from veomni_trainer.run.training import Ending, fit
-from veomni_trainer.setup.machine_defaults import for_this_machine
-from veomni_trainer.setup.process_timeout import naming_lost_processes
+from veomni_transformers.jobs.job_files import first_line
+
+_LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
+_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # torch's RuntimeError of a CPU
 
 
 def run_job(
@@ -72,38 +70,36 @@ def run_job(
         )
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    check_frozen(job)
-    registry = discover()
-    folder = RunFolder(Path(job.train.output_dir))
-    job = pinned_job(for_this_machine(job, registry), folder.job if resume else None)
-    run = _Run(
-        job, folder, resume, overwrite, accept_plan_change, compare, compared or bool(compare), turns, frozen, registry
-    )
+    registry, folder = discover(), RunFolder(Path(job.train.output_dir))
+    job = settled_job(job, registry, folder.job if resume else None)
+
+    def train() -> tuple[Ending, int | None]:
+        """Train unless the run is complete. Frees the model when it returns.
+
+        Returns:
+            How training ended, and the exit code of the eager run if that took turns with it.
+        """
+        point = starting_point(job, folder, resume, overwrite)
+        if done := completion(job, folder, point, job.train.steps):
+            print_once(done)
+            return Ending(), None
+        start = prepare(job, folder, point, accept_plan_change, frozen, registry)
+        if done := completion(
+            job, folder, point, start.arguments.max_steps
+        ):  # of a job in epochs, whose steps depend on its data
+            print_once(done)
+            return Ending(), None
+        if compare != EAGER:
+            return fit(start, compared or bool(compare), turns), None
+        print_once(f"The same job, all-eager, takes turns with this one, in {folder.compared(EAGER).path}")
+        with eager_beside(dump_job(job), folder, bool(point.step), accept_plan_change) as (own_turns, wait):
+            ending = fit(start, True, own_turns)
+            return ending, wait(ending.interrupted or bool(ending.bad_step))
+
     with locked(folder.path) if is_main_process() else nullcontext():
-        return run.run()
-
-
-@dataclass
-class _Run:
-    """A job's run in its folder."""
-
-    job: Job
-    folder: RunFolder
-    resume: bool | Path
-    overwrite: bool
-    accept_plan_change: bool
-    compare: str | None
-    compared: bool
-    turns: AlternatingSteps | None
-    frozen: FrozenJob | None
-    registry: Registry
-
-    def run(self) -> bool:
-        """Train, compare and report; returns whether an interrupt ended the job early."""
-        job, folder = self.job, self.folder
         try:
-            with naming_lost_processes(job.train.timeout), naming_lack_of_memory(self.compare == EAGER):
-                ending, eager_code = self._train()
+            with naming_lost_processes(job.train.timeout), naming_lack_of_memory(compare == EAGER):
+                ending, eager_code = train()
         except KeyboardInterrupt:
             saved = folder.checkpoints()
             again = f"Go on from {saved[-1][1].name} with --resume." if saved else "There is no checkpoint."
@@ -111,14 +107,14 @@ class _Run:
             return True
         _let_go()
         stopped = ending.interrupted or bool(ending.bad_step)
-        if self.compare and eager_code is None and not stopped:
+        if compare and eager_code is None and not stopped:
             print_once(f"\nThe same job, all-eager, in {folder.compared(EAGER).path}:")
-            eager_code = train_eager(folder, self.accept_plan_change)
+            eager_code = train_eager(folder, accept_plan_change)
         interrupted = ending.interrupted or eager_code == INTERRUPTED
         if is_main_process():
-            self._finish(ending, stopped or interrupted)
-        if ending.bad_step and is_main_process():  # alone: torchrun ends all others with the first one that fails
-            raise TrainingDivergedError(_explain(ending.bad_step, job, folder))
+            _finish(job, folder, ending, stopped or interrupted)
+            if ending.bad_step:  # alone: torchrun ends all others with the first one that fails
+                raise TrainingDivergedError(_explain(ending.bad_step, job, folder))
         if eager_code not in (None, 0, INTERRUPTED):
             raise HostError(
                 f"the eager run ended with exit code {eager_code}, for the reason above; what {folder.path} holds of "
@@ -128,44 +124,21 @@ class _Run:
             print_once("Interrupted. Continue with the same command and --resume.")
         return interrupted
 
-    def _train(self) -> tuple[Ending, int | None]:
-        """Train unless the run is complete. Frees the model when it returns.
 
-        Returns:
-            How training ended, and the exit code of the eager run if that took turns with it.
-        """
-        job, folder = self.job, self.folder
-        point = starting_point(job, folder, self.resume, self.overwrite)
-        if done := completion(job, folder, point, job.train.steps):
-            print_once(done)
-            return Ending(), None
-        start = prepare(job, folder, point, self.accept_plan_change, self.frozen, self.registry)
-        if done := completion(job, folder, point, start.steps):  # of a job in epochs, whose steps depend on its data
-            print_once(done)
-            return Ending(), None
-        if self.compare != EAGER:
-            return fit(start, self.compared, self.turns), None
-        print_once(f"The same job, all-eager, takes turns with this one, in {folder.compared(EAGER).path}")
-        with eager_beside(dump_job(job), folder, bool(point.step), self.accept_plan_change) as eager:
-            ending = fit(start, self.compared, eager.turns)
-            return ending, eager.wait(stop=ending.interrupted or bool(ending.bad_step))
-
-    def _finish(self, ending: Ending, stopped: bool) -> None:
-        """Export the weights if the run has all of them, and write the report."""
-        job, folder = self.job, self.folder
-        state: State = "diverged" if ending.bad_step else "interrupted" if ending.interrupted else "complete"
-        said = ""
-        with naming_failed_writes(folder.path):
-            if job.train.export and not stopped:
-                shutil.rmtree(folder.exported, ignore_errors=True)  # of the same run, before it was resumed
-                merges = job.train.export == "merged"
-                last = folder.last_checkpoint()[1]
-                said = export_checkpoint(last, folder.exported, job.model.trust_remote_code, merges)
-                print(f"weights: {folder.exported}: {said}", flush=True)
-            write_report(folder, RunEnding(state, ending.bad_step), said)
-        if job.train.push_to and said:
-            print_once(f"push_to: {push(folder.exported, job.train.push_to)}")
-        print_once(describe_run(folder))
+def _finish(job: Job, folder: RunFolder, ending: Ending, stopped: bool) -> None:
+    """Export the weights if the run has all of them, and write the report."""
+    state: State = "diverged" if ending.bad_step else "interrupted" if ending.interrupted else "complete"
+    said = ""
+    with naming_failed_writes(folder.path):
+        if job.train.export and not stopped:
+            shutil.rmtree(folder.exported, ignore_errors=True)  # of the same run, before it was resumed
+            last, merges = folder.last_checkpoint()[1], job.train.export == "merged"
+            said = export_checkpoint(last, folder.exported, job.model.trust_remote_code, merges)
+            print(f"weights: {folder.exported}: {said}", flush=True)
+        write_report(folder, RunEnding(state, ending.bad_step), said)
+    if job.train.push_to and said:
+        print_once(f"push_to: {push(folder.exported, job.train.push_to)}")
+    print_once(describe_run(folder))
 
 
 def _explain(bad_step: str, job: Job, folder: RunFolder) -> str:
@@ -193,3 +166,44 @@ def _let_go() -> None:
         distributed.destroy_process_group()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
+
+
+@contextmanager
+def naming_lack_of_memory(two_runs: bool) -> Iterator[None]:
+    """Name the keys that lower the memory; ``two_runs``: whether two runs share it.
+
+    Raises:
+        HostError: the memory of the device, or of the machine, isn't enough.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        on_cpu = isinstance(error, MemoryError) or any(sign in str(error) for sign in _MEMORY)
+        if not on_cpu and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        shared = (
+            "Two runs share the memory: --compare eager-after trains one after the other. Or l" if two_runs else "L"
+        )
+        raise HostError(
+            f"out of memory: {first_line(error).rstrip('.')}. {shared}ower train.batch_size or data.sequence_length "
+            "(and raise train.gradient_accumulation to keep the batch), or set train.gradient_checkpointing: true"
+        ) from error
+
+
+@contextmanager
+def naming_lost_processes(seconds: int) -> Iterator[None]:
+    """Turn torch's errors about a process that is gone into one that names the cause.
+
+    Raises:
+        HostError: another process ended, or did not answer for ``seconds``.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, distributed.DistError) or any(sign in str(error) for sign in _LOST)):
+            raise
+        raise HostError(
+            f"another process of this job ended, or did not answer for {seconds} s (train.timeout): what the first one "
+            f"printed says why. Continue from the last checkpoint with --resume. Here torch says: "
+            f"{' '.join(str(error).split())[:200]}"
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,35 +20,30 @@ from veomni_trainer.data.method_inputs import MethodInputs
 from veomni_trainer.data.rows import check_answers, prompt_ids, prompt_inputs, read_rows
 from veomni_trainer.data.streaming import Stream
 from veomni_trainer.data.tokens import Tokenizer
-from veomni_trainer.job.load import dump_job
-from veomni_trainer.job.method_packages import require_trl
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
-from veomni_trainer.loop.checkpoints import Origin, check_plan, check_sequences
-from veomni_trainer.loop.loader_processes import loader_processes
-from veomni_trainer.loop.optimizers import check_optimizer
-from veomni_trainer.loop.schedules import check_schedule
-from veomni_trainer.loop.trackers import check_trackers
 from veomni_trainer.output.disk import check_disk_space
 from veomni_trainer.output.export import check_push
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.trained_sample import Sample, sample_ids
-from veomni_trainer.run.console import print_once
-from veomni_trainer.run.starting_point import StartingPoint, describe_resumption
-from veomni_trainer.setup.adapter import check_packages, check_validates, with_adapter
+from veomni_trainer.run.check import check_libraries
+from veomni_trainer.run.checkpoints import StartingPoint, check_plan, check_sequences, describe_resumption
+from veomni_trainer.run.record import check_trackers
+from veomni_trainer.run.terminal import print_once
+from veomni_trainer.setup.adapter import check_validates, with_adapter
 from veomni_trainer.setup.arguments import may_leave_parameters_unused, training_arguments
-from veomni_trainer.setup.model import build_model, check_model, conditions, ops_config
+from veomni_trainer.setup.conditions import conditions, ops_config
+from veomni_trainer.setup.method_models import with_labels
+from veomni_trainer.setup.model import build_model, build_skeleton, check_model, job_tokenizer, other_ids
 from veomni_trainer.setup.packing import check_packed_media, check_packing
-from veomni_trainer.setup.process_timeout import set_process_timeout
-from veomni_trainer.setup.scoring_models import with_labels
-from veomni_trainer.setup.sequence_parallel import check_sequence_parallel, sharing_of
-from veomni_trainer.setup.sharding import check_started
-from veomni_trainer.setup.tokenizer import job_tokenizer, other_ids
+from veomni_trainer.setup.processes import check_started, set_process_timeout, sharing_of
 from veomni_trainer.setup.trl_arguments import check_method, method_inputs, trl_config, trl_tokenizer
 from veomni_transformers.packed.document_positions import DocumentPositions
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+_LOADERS_OF_MEDIA = 2  # two pictures of 1024x1024 take one process 60 to 80 ms to decode and to cut into patches
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,8 @@ class Start:
     """A training that can begin: its data, its model with weights, and transformers' arguments.
 
     ``model`` is trained; ``base`` is the model that kernels are bound in: the same one, or the one under an adapter.
-    ``inputs`` are those of a method's trainer.
+    ``sequences`` is their fingerprint, ``sample`` has the tokens whose logits each checkpoint keeps, and ``inputs`` are
+    those of a method's trainer.
     """
 
     job: Job
@@ -66,8 +63,9 @@ class Start:
     binding: Binding
     arguments: TrainingArguments
     point: StartingPoint
-    steps: int
-    origin: Origin
+    tokenizer: Tokenizer
+    sequences: str
+    sample: Sample
     inputs: MethodInputs | None = None
 
 
@@ -87,27 +85,18 @@ def prepare(
         VeOmniError: an error that the user can correct.
     """
     ops = ops_config(job, registry)
-    tokenizer = job_tokenizer(job)
-    check_settings(job)
-    check_model(job, tokenizer)
-    if job.train.is_sharded:
-        check_started(job.train)
-    corpus = read_data(job, tokenizer)
-    check_method(job, tokenizer, int(os.environ.get("WORLD_SIZE", "1")))
+    tokenizer, corpus, sequences = checked_data(job, point)
     kind, more = trl_config(job.train, job.data.sequence_length) if job.train.uses_trl else (TrainingArguments, {})
     arguments = training_arguments(job.train, folder.staging, kind, **more)
-    sequences = corpus.fingerprint()
-    if point.checkpoint:
-        check_sequences(point.checkpoint, sequences)
-    shared = sharing_of(job.train, arguments)
-    check_enough(corpus, job.train, arguments.world_size)
-    steps = steps_of(corpus, job.train, arguments.world_size)
-    arguments.max_steps = steps
-    arguments.dataloader_num_workers = loader_processes(job.data.workers, corpus, arguments.device)
-    corpus = corpus.drawn(steps * _sequences_per_step(job.train, arguments.world_size))
+    share = sharing_of(job.train, arguments)
+    arguments.max_steps = steps_of(corpus, job.train, arguments.world_size)
+    arguments.dataloader_num_workers = _loader_processes(job.data.workers, corpus, arguments.device)
+    drawn = arguments.max_steps * job.train.gradient_accumulation
+    corpus = corpus.drawn(drawn * _sequences_per_batch(job.train, arguments.world_size))
     check_validates(job, arguments.device, bool(corpus.validation))
-    if shared is not None:
-        check_sequence_parallel(job, ops, tokenizer, shared)
+    if share is not None:  # before weights are loaded; a weak reference alone is kept to the model that is shared
+        skeleton = build_skeleton(job, ops, tokenizer)
+        share(skeleton).undo()
     set_seed(job.train.seed)
     labelled = with_labels(job, corpus)
     model = build_model(labelled, ops, tokenizer, arguments.device, point.checkpoint, frozen.check if frozen else None)
@@ -119,7 +108,7 @@ def prepare(
         if DocumentPositions.suits(model):
             corpus = replace(corpus, positions=DocumentPositions(model))
         check_packed_media(model, corpus, conditions(job).autocast)
-    order = shared.apply(model).order if shared is not None else None
+    order = share(model).order if share is not None else None
     if job.data.packing:
         check_packing(model, job.train.batch_size, conditions(job).autocast, order)
     trained = with_adapter(model, job, point.checkpoint) if job.lora else model
@@ -135,10 +124,8 @@ def prepare(
         print_once(f"plan change accepted: {change}")
     if point.checkpoint:
         print_once(describe_resumption(job, folder, point))
-    origin = Origin(
-        binding.plan, tokenizer, dump_job(job), sequences, _sample(job, corpus, inputs), lambda: corpus.ends
-    )
-    return Start(job, folder, corpus, trained, model, binding, arguments, point, steps, origin, inputs)
+    sample = _sample(job, corpus, inputs)
+    return Start(job, folder, corpus, trained, model, binding, arguments, point, tokenizer, sequences, sample, inputs)
 
 
 def _sample(job: Job, corpus: Corpus, inputs: MethodInputs | None) -> Sample:
@@ -165,20 +152,34 @@ def _sample(job: Job, corpus: Corpus, inputs: MethodInputs | None) -> Sample:
     )
 
 
-def check_settings(job: Job) -> None:
-    """Check what the job's settings need of this machine and its libraries, before any data is read.
+def checked_data(job: Job, point: StartingPoint, processes: int | None = None) -> tuple[Tokenizer, Corpus, str]:
+    """The job's tokenizer, its data and their fingerprint, once all has been checked that can be without weights.
+
+    Args:
+        processes: as many as the job needs, where it is not to start; without it, those that torchrun has started.
 
     Raises:
-        ConfigError: a schedule, an optimizer or one of their options that there isn't.
-        HostError: a package, or a token for the Hub, is missing.
+        ConfigError: a setting, or the model, doesn't fit the job, its data or the libraries here.
+        HostError: a package, a token for the Hub, or a process is missing.
+        JobFileError: the data can't be read, or is too little for a step.
+        CheckpointError: the run goes on from a checkpoint of other sequences.
     """
+    tokenizer = job_tokenizer(job)
     check_trackers(job.train.report_to)
     check_push(job.train.push_to)
-    check_schedule(job.train)
-    check_optimizer(job.train)
-    check_packages(job, to_train=True)
-    if job.train.uses_trl:
-        require_trl(f"train.method: {job.train.method}")
+    check_libraries(job, trains_here=True)
+    check_model(job, tokenizer)
+    if processes is None:
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if job.train.is_sharded:
+            check_started(job.train)
+    corpus = read_data(job, tokenizer)
+    check_method(job, tokenizer, processes)
+    sequences = corpus.fingerprint()
+    if point.checkpoint:
+        check_sequences(point.checkpoint, sequences)
+    _check_enough(corpus, job.train, processes)
+    return tokenizer, corpus, sequences
 
 
 def read_data(job: Job, tokenizer: Tokenizer) -> Corpus:
@@ -188,17 +189,14 @@ def read_data(job: Job, tokenizer: Tokenizer) -> Corpus:
         JobFileError: it can't be read, or doesn't fit.
         ConfigError: the method needs another tokenizer.
     """
-    corpus = _read(job, tokenizer)
+    if job.train.learns_from_rows:
+        (source,) = job.data.training_sources.values()
+        corpus = read_rows(source, tokenizer, job.train)
+        longest = job.data.sequence_length
+        corpus = check_answers(corpus, trl_tokenizer(job, tokenizer), job.train, longest, tokenizer.end_of)
+    else:
+        corpus = read_corpus(job.data, tokenizer, job.train.seed)
     return replace(corpus, notes=(*corpus.notes, *other_ids(job, tokenizer)))
-
-
-def _read(job: Job, tokenizer: Tokenizer) -> Corpus:
-    if not job.train.learns_from_rows:
-        return read_corpus(job.data, tokenizer, job.train.seed)
-    (source,) = job.data.training_sources.values()
-    corpus = read_rows(source, tokenizer, job.train)
-    longest = job.data.sequence_length
-    return check_answers(corpus, trl_tokenizer(job, tokenizer), job.train, longest, tokenizer.end_of)
 
 
 def steps_of(corpus: Corpus, train: TrainSection, processes: int) -> int:
@@ -220,12 +218,12 @@ def _sequences_per_batch(train: TrainSection, processes: int) -> int:
     return train.batch_size * max(processes // train.ranks_per_batch, 1)
 
 
-def check_enough(corpus: Corpus, train: TrainSection, processes: int) -> None:
+def _check_enough(corpus: Corpus, train: TrainSection, processes: int) -> None:
     """Raise JobFileError unless ``corpus`` has sequences enough for one step of so many processes.
 
     A stream and a mixture of sources start again where they end.
     """
-    needed, sequences = _sequences_per_step(train, processes), corpus.sequences
+    needed, sequences = _sequences_per_batch(train, processes) * train.gradient_accumulation, corpus.sequences
     if sequences is not None and sequences < needed and not corpus.is_mixed:
         raise JobFileError(
             f"data.files gives {sequences:,} sequences for training, and one step takes {needed:,} "
@@ -234,8 +232,17 @@ def check_enough(corpus: Corpus, train: TrainSection, processes: int) -> None:
         )
 
 
-def _sequences_per_step(train: TrainSection, processes: int) -> int:
-    return _sequences_per_batch(train, processes) * train.gradient_accumulation
+def _loader_processes(wanted: int | None, corpus: Corpus, device: torch.device) -> int:
+    """How many processes make batches; with 0 the training process does, before each step.
+
+    Without ``data.workers`` media have two where an accelerator computes meanwhile, and all else none.
+    """
+    if wanted is not None:
+        return wanted
+    # Another way to start processes would pickle the model's processor and the code of its towers.
+    forks = multiprocessing.get_start_method() == "fork"
+    has_media = corpus.processor is not None and not isinstance(corpus.training, Stream)
+    return _LOADERS_OF_MEDIA if has_media and forks and device.type != "cpu" else 0
 
 
 def _describe_model(model: PreTrainedModel | PeftModel, arguments: TrainingArguments) -> str:

@@ -17,7 +17,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from veomni_core.errors import CheckpointError, ConfigError, HostError, did_you_mean
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.adapters import ADAPTER_CONFIG, is_adapter, load_adapter
-from veomni_trainer.setup.precision import precision_of
+from veomni_trainer.setup.conditions import precision_of
 from veomni_trainer.setup.towers import excluded_modules
 from veomni_transformers.jobs.hub_snapshots import is_hub_id
 from veomni_transformers.jobs.model_config import load_model_config
@@ -25,11 +25,8 @@ from veomni_transformers.jobs.model_config import load_model_config
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
-_BOTH = (  # the keys that PEFT has under the same names
-    *("target_modules", "target_parameters", "modules_to_save"),
-    *("use_rslora", "use_dora", "init_lora_weights"),
-)
 _PLACES = ("target_modules", "target_parameters", "modules_to_save")
+_BOTH = (*_PLACES, "use_rslora", "use_dora", "init_lora_weights")  # the keys that PEFT has under the same names
 
 
 def check_packages(job: Job, *, to_train: bool) -> None:
@@ -103,7 +100,8 @@ def with_adapter(model: PreTrainedModel, job: Job, checkpoint: Path | None = Non
         config.base_model_name_or_path, _, commit = str(job.model.weights).partition("@")
         config.revision = commit or job.model.revision
     if checkpoint is not None:
-        _load(adapted, checkpoint)
+        _check_same(adapted.peft_config["default"], checkpoint)
+        load_adapter(adapted, checkpoint)
     return adapted
 
 
@@ -140,12 +138,6 @@ def check_resumed(job: Job, checkpoint: Path) -> None:
         f"{checkpoint} holds whole weights and no adapter; resume without the section lora, or name the checkpoint as "
         "model.weights of a new job"
     )
-
-
-def _load(adapted: PeftModel, checkpoint: Path) -> None:
-    config: Any = adapted.peft_config["default"]
-    _check_same(config, checkpoint)
-    load_adapter(adapted, checkpoint)
 
 
 def _resized(model: PreTrainedModel, job: Job) -> list[str]:
@@ -192,13 +184,9 @@ def _check_same(config: LoraConfig, checkpoint: Path) -> None:
         before = LoraConfig.from_pretrained(str(checkpoint))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{checkpoint / ADAPTER_CONFIG} can't be read: {error}") from error
-    keys = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save")
-    changed = [
-        f"{key} {_plain(getattr(before, key))} -> {_plain(getattr(config, key))}"
-        for key in keys
-        if _plain(getattr(before, key)) != _plain(getattr(config, key))
-    ]
-    if changed:
+    keys = ("r", "lora_alpha", "use_rslora", "use_dora", *_PLACES)
+    values = {key: (_plain(getattr(before, key)), _plain(getattr(config, key))) for key in keys}
+    if changed := [f"{key} {then} -> {now}" for key, (then, now) in values.items() if then != now]:
         raise CheckpointError(
             f"{checkpoint} was trained with another adapter: {', '.join(changed)}. Restore the job's section lora"
         )

@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from veomni_core import Plan
 from veomni_core.errors import HostError
+from veomni_trainer.job.precision import PrecisionName
 from veomni_trainer.job.train_section import TrainSection
-from veomni_trainer.setup.precision import check_precision
+
+# Every rank builds and binds its own copy, which is then sharded in place.
+_FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": False}
 
 
 def training_arguments(
@@ -47,8 +51,10 @@ def training_arguments(
             "train.fsdp needs accelerators: on CPUs accelerate would replicate the model on every process instead of "
             "sharding it, without a warning. Write train.fsdp: false"
         )
-    if train.cuda_graphs:
-        _check_graphs(train, is_distributed)
+    if train.cuda_graphs and is_distributed:
+        raise HostError("train.cuda_graphs is for one process, and this job has several; write cuda_graphs: false")
+    if train.cuda_graphs and (device_of(train).type != "cuda" or torch.version.hip):
+        raise HostError("train.cuda_graphs needs an NVIDIA GPU, and there is none here; write cuda_graphs: false")
     check_precision(train.precision, on_cpu)
     arguments: TrainingArguments = kind(
         output_dir=str(staging),
@@ -68,15 +74,12 @@ def training_arguments(
         use_cpu=on_cpu,
         ddp_backend="gloo" if on_cpu and is_distributed else None,
         ddp_timeout=train.timeout,
-        logging_strategy="steps",
         logging_steps=train.log_every,
         logging_nan_inf_filter=False,  # log NaN and inf losses instead of filtering them out
-        save_strategy="no",  # veomni_trainer.loop.checkpoints decides when
-        eval_strategy="no",
+        save_strategy="no",  # veomni_trainer.run.checkpoints decides when
         metric_for_best_model="loss" if train.early_stop else None,
-        prediction_loss_only=True,
         dataloader_drop_last=True,  # every step has the same shape
-        # veomni_trainer.loop.sharded_trainer averages over processes. Trainer would multiply the experts' load-
+        # veomni_trainer.loop.corrected_trainer averages over processes. Trainer would multiply the experts' load-
         # balancing loss by their number.
         average_tokens_across_devices=False,
         accelerator_config={"dispatch_batches": False},  # each process reads its own sequences of a stream
@@ -88,11 +91,25 @@ def training_arguments(
         log_level="error",  # what a user is to hear of is refused, or printed by the job
         **({} if more else _checkpointing(train)),
         remove_unused_columns=False,  # what the model doesn't take, such as a sequence's chat, is the collator's
-        **_sharding(train),
+        **({"fsdp": True, "fsdp_config": dict(_FSDP)} if train.fsdp else {}),
         **more,
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # without torchrun transformers would use nn.DataParallel
     return arguments
+
+
+def check_precision(precision: PrecisionName | None, on_cpu: bool) -> None:
+    """Raise HostError if this machine can't compute in ``precision``."""
+    if precision == "fp16_mixed" and on_cpu:
+        raise HostError(
+            "train.precision is fp16_mixed, but accelerate scales losses on accelerators only, and this job runs on "
+            "the CPU. Write train.precision: bf16_mixed or float32"
+        )
+    if precision == "bf16_mixed" and not on_cpu and not is_torch_bf16_gpu_available():
+        raise HostError(
+            "train.precision is bf16_mixed, but this accelerator does not compute in bfloat16. Write "
+            "fp16_mixed or float32"
+        )
 
 
 def device_of(train: TrainSection) -> torch.device:
@@ -114,21 +131,6 @@ def _checkpointing(train: TrainSection) -> dict[str, Any]:
     # Random states can't be read while a graph is captured. StepGraphs sees to it that there is nothing to draw again.
     graphs = {f"{name}_kwargs": {"use_reentrant": False, "preserve_rng_state": False}} if train.cuda_graphs else {}
     return {name: train.gradient_checkpointing, **graphs}
-
-
-def _check_graphs(train: TrainSection, is_distributed: bool) -> None:
-    if is_distributed:
-        raise HostError("train.cuda_graphs is for one process, and this job has several; write cuda_graphs: false")
-    if device_of(train).type != "cuda" or torch.version.hip:
-        raise HostError("train.cuda_graphs needs an NVIDIA GPU, and there is none here; write cuda_graphs: false")
-
-
-def _sharding(train: TrainSection) -> dict[str, Any]:
-    if not train.fsdp:
-        return {}
-    # Every rank builds and binds its own copy, which is then sharded in place.
-    config = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": False}
-    return {"fsdp": True, "fsdp_config": config}
 
 
 def may_leave_parameters_unused(model: PreTrainedModel, plan: Plan, train: TrainSection) -> bool:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from veomni_core import OpsConfig, build_foundation_model
+from veomni_core import OpsConfig
 from veomni_trainer.job.precision import gradient_and_state_bytes
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.setup.adapter import check_adapter, with_adapter
-from veomni_trainer.setup.model import conditions
-from veomni_trainer.setup.precision import precision_of, weights_dtype
-from veomni_trainer.setup.step_memory import StepMemory, layers_of, step_memory
+from veomni_trainer.setup.conditions import precision_of, weights_dtype
+from veomni_trainer.setup.model import bound_model
 from veomni_transformers.engine.parallel_plan import get_parallel_plan
+from veomni_transformers.towers.parts import tower_of, towers
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,10 @@ def estimate_memory(job: Job, ops: OpsConfig, skeleton: PreTrainedModel, device:
         rest += (len(kinds) - depth) * (kept.rest - _measure(job, ops, skeleton.config, depth - 1, device).rest)
     if job.train.gradient_checkpointing:
         # Each layer keeps its input; the backward computes one layer at a time again.
-        hidden = _micro_batch_elements(job) * skeleton.config.get_text_config().hidden_size
-        activations = len(kinds) * hidden * _activation_bytes(job) + max(kept.layers)
+        rows, length = _micro_batch(job)
+        size = 4 if weights_dtype(job) == "float32" and precision_of(job).autocast is None else 2
+        hidden = rows * length * skeleton.config.get_text_config().hidden_size
+        activations = len(kinds) * hidden * size + max(kept.layers)
     else:
         # Of several layers of a kind the last one: the first keeps what all of them share, such as rotary angles.
         of_kind = dict(zip(kinds, kept.layers, strict=False))
@@ -109,28 +116,14 @@ def _depth_with_every_kind(kinds: Sequence[Any]) -> int:
 
 
 def _measure(job: Job, ops: OpsConfig, config: PretrainedConfig, depth: int, device: torch.device) -> StepMemory:
-    under = conditions(job)
-    model = build_foundation_model(
-        _shortened(config, depth),
-        ops_implementation=ops,
-        torch_dtype=weights_dtype(job),
-        init_device=str(device),
-        autocast=under.autocast,
-        device=under.device,
-        trust_remote_code=job.model.trust_remote_code,
-        modeling=job.model.modeling,
-        agree=False,
-    )
+    model = bound_model(job, _shortened(config, depth), ops, str(device), agree=False)
     trained: nn.Module = with_adapter(model, job) if job.lora else model
     trained.train()
-    shape = (
-        job.train.batch_size * job.train.sequences_per_row,
-        job.data.sequence_length // job.train.ranks_per_sequence,
-    )
-    ids = torch.randint(config.get_text_config().vocab_size, shape, device=device)
-    autocast = getattr(torch, under.autocast) if isinstance(under.autocast, str) else under.autocast
+    ids = torch.randint(config.get_text_config().vocab_size, _micro_batch(job), device=device)
     labels = ids[:, 0] % (config.num_labels or 1) if job.train.scores_sequences else ids
-    return step_memory(trained, {"input_ids": ids, "labels": labels, "use_cache": False}, autocast)
+    autocast = precision_of(job).autocast
+    inputs = {"input_ids": ids, "labels": labels, "use_cache": False}
+    return step_memory(trained, inputs, getattr(torch, autocast) if autocast else None)
 
 
 def _shortened(config: PretrainedConfig, depth: int) -> PretrainedConfig:
@@ -183,9 +176,87 @@ def _elements(whole: nn.Module, skeleton: PreTrainedModel, train: TrainSection, 
     return total
 
 
-def _micro_batch_elements(job: Job) -> int:
-    return job.train.batch_size * job.train.sequences_per_row * job.data.sequence_length // job.train.ranks_per_sequence
+def _micro_batch(job: Job) -> tuple[int, int]:
+    """The rows and the tokens of each that a process computes at a time."""
+    train = job.train
+    return train.batch_size * train.sequences_per_row, job.data.sequence_length // train.ranks_per_sequence
 
 
-def _activation_bytes(job: Job) -> int:
-    return 4 if weights_dtype(job) == "float32" and precision_of(job).autocast is None else 2
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of one micro-step, besides weights and their gradients.
+
+    Attributes:
+        layers: what each of the model's layers keeps from its forward to its backward, in their order.
+        rest: what everything else keeps: the embeddings, the last norm, the head with its logits, and the loss.
+        brief: how far the peak is above what is kept. Known on accelerators, 0 on a CPU.
+    """
+
+    layers: tuple[int, ...]
+    rest: int
+    brief: int
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of the model's text decoder, of which gradient checkpointing keeps only the inputs."""
+    beside, modules = towers(model), model.named_modules()
+    layers = [
+        each for name, each in modules if isinstance(each, GradientCheckpointingLayer) and not tower_of(beside, name)
+    ]
+    inner = {id(each) for layer in layers for each in layer.modules() if each is not layer}
+    return [layer for layer in layers if id(layer) not in inner]
+
+
+def step_memory(model: nn.Module, inputs: dict[str, Any], autocast: torch.dtype | None) -> StepMemory:
+    """Run one forward and backward of ``model`` on ``inputs``, and count what autograd saves between them.
+
+    Memory that several tensors share counts once, for the layer that saved it first. Weights and buffers don't count.
+    """
+    saved: list[tuple[weakref.ref[_Saved], int | None]] = []  # with the layer that ran; None: outside of every layer
+    running: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> _Saved:
+        each = _Saved(tensor)
+        saved.append((weakref.ref(each), running[-1] if running else None))
+        return each
+
+    device, layers = next(model.parameters()).device, layers_of(model)
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    if accelerator:
+        accelerator.reset_peak_memory_stats(device)
+    before = accelerator.memory_allocated(device) if accelerator else 0
+    with ExitStack() as stack:
+        for index, layer in enumerate(layers):
+            stack.callback(layer.register_forward_pre_hook(lambda *_, index=index: running.append(index)).remove)
+            stack.callback(layer.register_forward_hook(lambda *_: running.clear()).remove)
+        stack.enter_context(torch.autocast(device.type, autocast, enabled=autocast is not None))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, attrgetter("tensor")))
+        loss = model(**inputs).loss
+    kept = _held_bytes(saved, {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())})
+    loss.backward()
+    brief = max(accelerator.max_memory_allocated(device) - before - kept.total(), 0) if accelerator else 0
+    return StepMemory(tuple(kept[index] for index in range(len(layers))), kept[None], brief)
+
+
+class _Saved:
+    """A tensor that autograd saves, for as long as its graph holds it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _held_bytes(saved: Iterable[tuple[weakref.ref[_Saved], int | None]], known: set[int]) -> Counter[int | None]:
+    """The bytes that graphs hold, by layer, beside ``known`` memory.
+
+    What a graph has let go of is forgotten, since other tensors may lie at its address now.
+    """
+    found: Counter[int | None] = Counter()
+    for reference, layer in saved:
+        if (held := reference()) is not None and (memory := _memory(held.tensor)) not in known:
+            known.add(memory)
+            found[layer] += held.tensor.untyped_storage().nbytes()
+    return found

@@ -1,8 +1,8 @@
-"""Builds a job's model. This file checks its config against the data; the core loads weights and binds kernels."""
+"""A job's model and tokenizer, which are checked against its data; the core loads weights and binds kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,72 +11,24 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from veomni_core import JobConditions, OpsConfig, Plan, Registry, build_foundation_model
+from veomni_core import OpsConfig, Plan, build_foundation_model
 from veomni_core.errors import CheckpointError, ConfigError
-from veomni_trainer.data.tokens import Tokenizer
+from veomni_trainer.data.tokens import ByteTokenizer, Tokenizer, has_tokenizer, load_tokenizer
+from veomni_trainer.job.data_section import BYTES
 from veomni_trainer.job.parameter_groups import check_groups
 from veomni_trainer.job.schema import Job
 from veomni_trainer.output.shards import reason
 from veomni_trainer.setup.adapter import check_adapter, quantization_config
-from veomni_trainer.setup.causal_models import check_causal
-from veomni_trainer.setup.precision import precision_of, weights_dtype
-from veomni_trainer.setup.scoring_models import as_scorer, has_scores
-from veomni_trainer.setup.sharding import check_sharding, distributed_config
+from veomni_trainer.setup.conditions import conditions, weights_dtype
+from veomni_trainer.setup.method_models import as_scorer, check_causal, has_scores
+from veomni_trainer.setup.processes import check_sharding
 from veomni_trainer.setup.towers import freeze, settle_media
-from veomni_transformers.build import build_skeleton as unbound_skeleton
+from veomni_transformers import build
 from veomni_transformers.jobs.model_config import load_model_config
+from veomni_transformers.plugin_models import tokenizer_in
 from veomni_transformers.towers.parts import tower_of, towers
 
 _VOCABULARY_STEP = 64
-
-
-def ops_implementation(job: Job) -> Any:
-    """The section of that name. A method of TRL's computes its loss itself, from log-probabilities.
-
-    Raises:
-        ConfigError: the job names a kernel for a loss that would never run.
-    """
-    written = job.model.ops_implementation
-    if not job.train.uses_trl or not isinstance(written, Mapping):
-        return written
-    from veomni_bridges.losses import with_eager_losses, with_log_probabilities
-
-    eager = with_eager_losses(written, f"TRL's trainers (train.method: {job.train.method})")
-    return with_log_probabilities(eager) if job.train.takes_logprobs else eager
-
-
-def ops_config(job: Job, registry: Registry | None = None) -> OpsConfig:
-    """The kernels that the job chooses, of the plugins in ``registry``; they are discovered without it.
-
-    Raises:
-        ConfigError: the job chooses none, or names a field, value or preset that doesn't exist.
-    """
-    return OpsConfig.from_dict({"model": {"ops_implementation": ops_implementation(job)}}, registry)
-
-
-def conditions(job: Job) -> JobConditions:
-    """The conditions, besides the model, that the job's plan depends on: device, precision and sizes."""
-    return JobConditions(
-        device="cpu" if job.train.device == "cpu" else None,
-        autocast=precision_of(job).autocast,
-        dtype=weights_dtype(job),
-        distributed_config=distributed_config(job.train),
-        ops_implementation=ops_implementation(job) if job.train.uses_trl else None,
-        batch=_batch(job),
-        needs_accelerator=job.train.device == "cuda",
-    )
-
-
-def _batch(job: Job) -> tuple[int, int] | None:
-    """The shape of a step on one device; ``None`` where ``veomni tune`` doesn't measure such steps.
-
-    Packed sequences, TRL's rows and sequences that processes share have other shapes, and adapters other gradients.
-    """
-    train = job.train
-    shared = train.ranks_per_sequence > 1 or train.is_sharded or train.fsdp
-    if job.data.packing or job.lora or train.method != "pretrain" or shared:
-        return None
-    return train.batch_size, job.data.sequence_length
 
 
 def check_model(job: Job, tokenizer: Tokenizer) -> None:
@@ -90,8 +42,7 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
         HostError: this machine's libraries can't shard models, or the processes are not as many as the sizes need.
     """
     config = model_config(job, tokenizer)
-    options: Any = {"trust_remote_code": job.model.trust_remote_code, "modeling": job.model.modeling}
-    skeleton: Any = unbound_skeleton(config, **options)
+    skeleton: Any = unbound_skeleton(job, config)
     if not job.train.scores_sequences:
         check_causal(skeleton)
     settle_media(job, tokenizer, skeleton)
@@ -99,21 +50,16 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
         check_sharding(job.train, skeleton)
     if job.lora:
         skeleton = check_adapter(job, skeleton)
-        _refuse_adapted_head(job, skeleton)
+        # TRL's trainers multiply by the head's weight itself, so an adapter there would not be trained.
+        if job.train.takes_logprobs and hasattr(skeleton.get_output_embeddings(), "base_layer"):
+            raise ConfigError(
+                f"train.method: {job.train.method} reads the output projection's weight past its adapter, which would "
+                "not be trained; leave the head out of lora.target_modules"
+            )
     freeze(skeleton, job.train.freeze)
     trained = [name for name, parameter in skeleton.named_parameters() if parameter.requires_grad]
     found = towers(skeleton) if any(group.tower for group in job.train.parameter_groups) else {}
     check_groups(job.train.parameter_groups, {name: tower_of(found, name) for name in trained})
-
-
-def _refuse_adapted_head(job: Job, skeleton: Any) -> None:
-    """TRL's trainers multiply by the head's weight itself, so an adapter there would not be trained."""
-    head = skeleton.get_output_embeddings()
-    if job.train.takes_logprobs and hasattr(head, "base_layer"):
-        raise ConfigError(
-            f"train.method: {job.train.method} reads the output projection's weight past its adapter, which would not "
-            "be trained; leave the head out of lora.target_modules"
-        )
 
 
 def build_model(
@@ -135,8 +81,22 @@ def build_model(
     """
     given = job.model.located(with_weights=job.lora is not None or checkpoint is None).weights
     weights = given if job.lora else checkpoint or given
+    under = conditions(job)
     try:
-        model = _build(job, ops, tokenizer, str(device), weights, verify=job.train.verify, check_plan=check_plan)
+        model = bound_model(
+            job,
+            model_config(job, tokenizer),
+            ops,
+            str(device),
+            weights_path=weights,
+            distributed_config=under.distributed_config,
+            quantization_config=quantization_config(job),
+            resize_embeddings=job.model.resize_embeddings and weights is not None,
+            verify=job.train.verify,
+            check_plan=check_plan,
+            batch=under.batch,
+            new_head=job.train.scores_sequences and weights == job.model.located().weights and not has_scores(job),
+        )
     except CheckpointException as error:  # of torch's distributed checkpoints; no Exception, so the core passes it by
         raise CheckpointError(f"{weights} does not fit this model: {reason(error)}") from error
     if weights is not None:
@@ -160,43 +120,38 @@ def _refuse_not_finite(model: PreTrainedModel, weights: Path | str) -> None:
         )
 
 
+def unbound_skeleton(job: Job, config: PretrainedConfig) -> PreTrainedModel:
+    """The job's model in its own code, on the meta device."""
+    return build.build_skeleton(
+        config,
+        torch_dtype=weights_dtype(job),
+        trust_remote_code=job.model.trust_remote_code,
+        modeling=job.model.modeling,
+    )
+
+
 def build_skeleton(job: Job, ops: OpsConfig, tokenizer: Tokenizer) -> PreTrainedModel:
     """The job's model, bound, on the meta device: all modules and shapes, without weights.
 
     Raises:
         VeOmniError: as :func:`build_model`, except for errors in weights.
     """
-    return _build(job, ops, tokenizer, "meta", None)
+    return bound_model(job, model_config(job, tokenizer), ops, "meta", batch=conditions(job).batch)
 
 
-def _build(
-    job: Job,
-    ops: OpsConfig,
-    tokenizer: Tokenizer,
-    device: str,
-    weights: Path | str | None,
-    *,
-    verify: bool = False,
-    check_plan: Callable[[Plan], None] | None = None,
-) -> PreTrainedModel:
+def bound_model(job: Job, config: PretrainedConfig, ops: OpsConfig, device: str, **more: Any) -> PreTrainedModel:
+    """A model of ``config`` on ``device``, bound as the job's; ``more`` is for the core."""
     under = conditions(job)
     return build_foundation_model(
-        model_config(job, tokenizer),
-        weights,
+        config,
         ops_implementation=ops,
         torch_dtype=weights_dtype(job),
         init_device=device,
         autocast=under.autocast,
         device=under.device,
-        distributed_config=under.distributed_config if device != "meta" else None,
-        quantization_config=quantization_config(job) if device != "meta" else None,
-        resize_embeddings=job.model.resize_embeddings and weights is not None,
         trust_remote_code=job.model.trust_remote_code,
         modeling=job.model.modeling,
-        verify=verify,
-        check_plan=check_plan,
-        batch=under.batch,
-        new_head=job.train.scores_sequences and weights == job.model.located().weights and not has_scores(job),
+        **more,
     )
 
 
@@ -238,3 +193,51 @@ def model_config(job: Job, tokenizer: Tokenizer) -> PretrainedConfig:
 def padded_vocabulary(tokens: int) -> int:
     """The number of embeddings of a new model for so many tokens."""
     return -(-tokens // _VOCABULARY_STEP) * _VOCABULARY_STEP
+
+
+def job_tokenizer(job: Job) -> Tokenizer:
+    """The job's tokenizer.
+
+    Raises:
+        ConfigError: the job names bytes for weights that come with a tokenizer, or no tokenizer for weights that come
+            without one and whose embeddings are too many for bytes.
+        JobFileError: as :func:`load_tokenizer`.
+    """
+    data, section = job.data, job.model.located()
+    weights, name = section.weights, data.tokenizer
+    if weights is not None and has_tokenizer(Path(weights)):
+        if name == BYTES:
+            raise ConfigError(
+                f"data.tokenizer is bytes, but {weights} comes with the tokenizer that its weights were trained with. "
+                "Remove data.tokenizer to use that one, or write the path of another"
+            )
+        name = name or weights
+    elif name is None and weights is not None:
+        if not Path(weights).is_dir():  # the core refuses them, or assumes that the hardware planned for has them
+            return ByteTokenizer()
+        config = load_model_config(section.source, trust_remote_code=section.trust_remote_code)
+        embeddings = config.get_text_config().vocab_size
+        if embeddings > padded_vocabulary(ByteTokenizer.vocab_size):
+            raise ConfigError(
+                f"data.tokenizer is missing: {weights} has {embeddings:,} embeddings and comes without a tokenizer. "
+                "Write data.tokenizer: the path of the one that its weights were trained with (bytes, if they were "
+                "trained on bytes)"
+            )
+    trust = job.model.trust_remote_code
+    return load_tokenizer(name or BYTES, data.end_of_document, data.chat_template, trust, data.image_pixels)
+
+
+def other_ids(job: Job, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """A warning where the job's tokenizer gives tokens other ids than that of its weights, which learned those."""
+    weights = job.model.located().weights
+    if job.data.tokenizer is None or weights is None or not has_tokenizer(Path(weights)) or not tokenizer.pretrained:
+        return ()
+    own = tokenizer_in(Path(weights), job.model.trust_remote_code).get_vocab()
+    ids = tokenizer.pretrained.get_vocab()
+    moved = sum(own.get(token, number) != number for token, number in ids.items())
+    if not moved:
+        return ()
+    return (
+        f"warning: data.tokenizer gives {moved:,} of its {len(ids):,} tokens other ids than the tokenizer of "
+        "model.weights, so the weights take them for other tokens",
+    )

@@ -44,29 +44,16 @@ def check_packed_media(model: PreTrainedModel, corpus: Corpus, autocast: str | N
     Raises:
         ConfigError: as :func:`check_packing`.
     """
-    if corpus.processor is not None:
-        _refuse(model, _why_media_mix(model, corpus, autocast))
-
-
-def _refuse(model: PreTrainedModel, problem: str) -> None:
-    if problem:
-        raise ConfigError(
-            f"data.packing: {type(model).__name__} {problem}. Write data.packing: false, or choose another kernel for "
-            "the module that is named"
-        )
-
-
-def _why_media_mix(model: PreTrainedModel, corpus: Corpus, autocast: str | None) -> str:
-    """Compare the two shortest documents with media of the first sequences, and the shortest behind them again.
-
-    Before them comes a document of text, so that media stand elsewhere in the sequence than in their documents.
-    """
+    if corpus.processor is None:
+        return
+    # The two shortest documents with media of the first sequences, and the shortest behind them again. Before them
+    # comes a document of text, so that media stand elsewhere in the sequence than in their documents.
     training: Any = corpus.training
     first = training.first(_LOOKED_AT) if isinstance(training, Stream) else islice(training, _LOOKED_AT)
     found = [(each["input_ids"][span], chat) for each in first for span, chat in each.get(CHAT, ()) if chat.media]
     two = sorted(found, key=lambda document: len(document[0]))[:2]
     if not two:
-        return ""
+        return
     ids, chat = two[0]
     text: list[Any] = [(ids[chat.last :], None)] if chat.last < len(ids) else []
     documents, batcher = [*text, *two, two[0]], corpus.batcher()
@@ -81,5 +68,13 @@ def _why_media_mix(model: PreTrainedModel, corpus: Corpus, autocast: str | None)
     def inputs(sequence: dict[str, Any]) -> dict[str, Any]:
         return {name: value.to(model.device) for name, value in batcher([sequence]).items()}
 
-    tokens = [token for token in corpus.processor.taken.values() if token is not None] if corpus.processor else []
-    return why_media_mix(model, inputs(packed), [*map(inputs, alone)], tokens, autocast)
+    tokens = [token for token in corpus.processor.taken.values() if token is not None]
+    _refuse(model, why_media_mix(model, inputs(packed), [*map(inputs, alone)], tokens, autocast))
+
+
+def _refuse(model: PreTrainedModel, problem: str) -> None:
+    if problem:
+        raise ConfigError(
+            f"data.packing: {type(model).__name__} {problem}. Write data.packing: false, or choose another kernel for "
+            "the module that is named"
+        )

@@ -1,13 +1,20 @@
-"""Models that score whole sequences: reward models and classifiers, also out of weights that have no such head."""
+"""Models that suit a job's method: causal ones for the next token, and those that score whole sequences."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from veomni_core.errors import ConfigError, JobFileError
 from veomni_trainer.data.corpus import Corpus
@@ -15,8 +22,78 @@ from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.method_keys import ClassifyKeys
 from veomni_trainer.job.schema import Job
 from veomni_transformers.jobs.model_config import load_model_config
+from veomni_transformers.losses.head_twin import VOCABULARY, decoder_width, head_twin
+from veomni_transformers.losses.language_models import language_models
+from veomni_transformers.packed.document_gradients import sees_later_tokens
+from veomni_transformers.proving import probe
 
+_TOKENS, _ROUNDING = 8, 1e-3
+_SCALE = 30  # of hidden states, so that the words' logits differ by more than their mean over positions hides
 _UNREAD = ["0", "1"]  # labels of a model that is built before the data is read: their number changes no plan
+
+
+def check_causal(skeleton: Any) -> None:
+    """Raise ConfigError unless ``skeleton``, on the meta device, is a causal language model.
+
+    Its own loss is proven to be the next tokens', or can't be compared and transformers lists its class among causal
+    models: there too are some, as BART's decoder, that compare each position with its own label. Where the config says
+    whether it is a decoder, a small copy is run.
+    """
+    config, kind = skeleton.config, type(skeleton).__name__
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    listed = (causal, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type))
+    what_to_do = (
+        "To train scores of whole texts, write train.method: reward or classify; models that fill in masked words or "
+        "label tokens can't be trained"
+    )
+    if causal and causal != kind:
+        what_to_do = f"If the weights have such a head, write architectures: [{causal}] into their config. {what_to_do}"
+    if why := _why_not_causal(skeleton, listed):
+        raise ConfigError(
+            f"model: {kind} is no causal language model, and train.method teaches the next token: {why}. {what_to_do}"
+        )
+    if getattr(config, "is_decoder", None) is False and _copies_its_input(config):
+        raise ConfigError(
+            f"model: {kind} sees the tokens that come after a position, so it would learn to copy its input instead of "
+            "the next token. Write is_decoder: true into its config (model.config)"
+        )
+
+
+def _why_not_causal(model: Any, listed: tuple[str | None, ...]) -> str:
+    if model.config.is_encoder_decoder:
+        return "it reads a question by an encoder, and answers by a decoder"
+    found = next((each for each in language_models(model) if not each.path), None)
+    if found is None:
+        return "it has no output projection to words, or takes no labels"
+    missed, why_not = probe.attempt(lambda: _missed_loss(model, found.head))
+    if why_not:  # of code that comes with a model, nobody knows more
+        unknown = type(model).__name__ in listed or not hasattr(transformers, type(model).__name__)
+        return "" if unknown else f"its loss can't be compared: {why_not}"
+    return "" if missed < _ROUNDING else "its loss is not that of the next token"
+
+
+def _missed_loss(model: Any, head: Any) -> float:
+    """How far the loss of the model's own code is from the next tokens' cross entropy, over random hidden states."""
+    with probe.seeded():
+        twin, _ = head_twin(model, head, _SCALE * probe.random(2, _TOKENS, decoder_width(model, head)))
+        labels = torch.randint(VOCABULARY, (2, _TOKENS))
+        output: Any = twin.forward(input_ids=labels, labels=labels)
+        wanted = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return abs(float(output.loss) / float(wanted) - 1)
+
+
+def _copies_its_input(config: Any) -> bool:
+    """Whether one random layer of the model lets a position see later ones."""
+    small = copy.deepcopy(config)
+    small.get_text_config().num_hidden_layers = 1
+
+    def copies() -> bool:
+        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
+        return sees_later_tokens(model, torch.randint(config.get_text_config().vocab_size, (1, _TOKENS)))
+
+    with torch.random.fork_rng(devices=()):  # on the CPU
+        seen, why_not = probe.attempt(copies)
+    return bool(seen) and not why_not
 
 
 def as_scorer(config: PretrainedConfig, job: Job, tokenizer: Tokenizer) -> None:

@@ -1,8 +1,13 @@
-"""How much of an accelerator's arithmetic a training uses: tokens and floating-point operations a second, and MFU."""
+"""What a row says of its steps: their time without pauses, the memory's peak, and how much arithmetic they use."""
 
 from __future__ import annotations
 
+import contextlib
+import re
+import sys
+import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +29,88 @@ PEAKS: Mapping[str, float] = {
     "NVIDIA L40S": 362.0,  # L40S data sheet
 }
 _WHOLE = ("bfloat16", "float16")  # the dtypes of those peaks
+_CHOSEN, _EXPERTS = ("num_experts_per_tok", "moe_topk"), ("num_experts", "num_local_experts", "n_routed_experts")
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_PEAK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
+
+
+class StepClock:
+    """Sums seconds, steps and tokens between two calls of :meth:`read`."""
+
+    def __init__(self) -> None:
+        self._mark: float | None = None
+        self._seconds, self._steps, self._tokens = 0.0, 0, 0
+
+    def start(self) -> None:
+        """Mark the beginning of the first step. Later calls do nothing: a step begins when the last one ends."""
+        if self._mark is None:
+            self._mark = time.perf_counter()
+
+    def count(self, tokens: int) -> None:
+        """Add tokens that were trained on."""
+        self._tokens += tokens
+
+    def end_step(self) -> None:
+        """Mark the end of a step."""
+        self._steps += 1
+        self._advance()
+
+    def forget_pause(self) -> None:
+        """Leave out the time since the last step: it belongs to no step."""
+        self._mark = time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave out a wait of ``seconds`` that has just ended, and keep the time before it."""
+        if self._mark is not None:
+            self._mark += seconds
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that the next :meth:`read` divides by."""
+        self._advance()
+        return self._seconds
+
+    def read(self) -> dict[str, float]:
+        """Seconds per step and tokens per second since the last call; resets the sums."""
+        self._advance()
+        seconds, steps, tokens = self._seconds, self._steps, self._tokens
+        self._seconds, self._steps, self._tokens = 0.0, 0, 0
+        return {"step_seconds": seconds / max(steps, 1), "tokens_per_second": tokens / max(seconds, 1e-9)}
+
+    def _advance(self) -> None:
+        now = time.perf_counter()
+        self._seconds += now - (now if self._mark is None else self._mark)
+        self._mark = now
+
+
+def reset_peak(device: torch.device) -> None:
+    """Reset the peak, so that it doesn't include building the model; on a CPU only if the system permits it."""
+    if device.type != "cpu":
+        torch.get_device_module(device).reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            _CLEAR.write_text("5", encoding="ascii")
+
+
+def peak_memory(device: torch.device) -> int:
+    """The peak in bytes."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).max_memory_allocated(device))
+    # Not ru_maxrss: on Linux a child process inherits it, so a comparison's eager run would report its parent's peak.
+    with contextlib.suppress(OSError):
+        if match := _PEAK.search(_STATUS.read_text(encoding="ascii")):
+            return int(match[1]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when the work that was given to ``device`` is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def peak_of(device: torch.device, dtype: str | None) -> float | None:
@@ -80,9 +167,6 @@ def _dense(model: Any, config: Any) -> int:
     if tied:
         met.append((head.weight.numel(), head.weight.requires_grad))
     return int(sum(count * (6 if trained else 4) for count, trained in met))
-
-
-_CHOSEN, _EXPERTS = ("num_experts_per_tok", "moe_topk"), ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def _first(config: Any, names: Iterable[str]) -> int:
