@@ -52,6 +52,24 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert [step for step, _ in folder.checkpoints()] == [9, 10]
 
 
+def test_a_kill_while_a_checkpoint_is_removed_leaves_none_of_it_among_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (1, 2):
+        _checkpoint(tmp_path, step)
+
+    def killed(path: Path) -> None:
+        (path / "plan.json").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("veomni_trainer.output.folder.shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        folder.drop_checkpoints(keep=1)
+    assert [step for step, _ in folder.checkpoints()] == [2] and not folder.incomplete_checkpoints()
+    assert list(folder.staging.iterdir())  # which the next start removes
+
+
 def test_a_folder_that_is_taken_is_refused_with_what_to_do(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.check_free()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ pytest.importorskip("transformers.distributed.expert_parallel", reason="transfor
 
 LORA = "lora={rank: 4, alpha: 8}"
 FSDP = "train.fsdp_size=2"
+KERNELS = "model.ops_implementation={preset: auto}"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def test_two_processes_train_an_adapter_as_one_and_merge_it(jobs: Jobs) -> None:
             jobs.case("llama", "llama", *sharded),
             jobs.case("llama, on", "llama", LORA, FSDP, continues=f"llama/checkpoint-{half}", resume=True),
             jobs.case("moe", "moe", LORA, FSDP),
-            jobs.case("kernels", "llama", LORA, FSDP, "model.ops_implementation={preset: auto}"),
+            jobs.case("kernels", "llama", LORA, FSDP, KERNELS, "train.save_every=6"),
             jobs.case("accumulated", "llama", LORA, FSDP, "train.batch_size=1", "train.gradient_accumulation=2"),
         ],
     )
@@ -55,6 +57,10 @@ def test_two_processes_train_an_adapter_as_one_and_merge_it(jobs: Jobs) -> None:
     wanted = [row["loss"] for row in jobs.rows("llama alone")]
     for name in ("kernels", "accumulated"):
         assert [row["loss"] for row in jobs.rows(name)] == pytest.approx(wanted, rel=1e-5), name
+    checkpoint = Path(f"checkpoint-{half}")
+    shutil.copytree(jobs.run("kernels") / checkpoint, jobs.run("kernels, on one") / checkpoint)
+    jobs.alone("kernels, on one", "llama", "train.batch_size=4", LORA, KERNELS, resume=True)
+    assert [row["loss"] for row in jobs.rows("kernels, on one")] == pytest.approx(wanted[half:], rel=1e-5)
     alone, both = (adapter_of(jobs.run(name) / f"checkpoint-{STEPS}") for name in ("llama alone", "llama"))
     assert alone.keys() == both.keys()
     for name, weight in alone.items():

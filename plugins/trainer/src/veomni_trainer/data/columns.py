@@ -144,8 +144,8 @@ def check_columns(names: Collection[str], there: Mapping[str, str]) -> None:
         raise Unreadable(f"has no column {' and no '.join(map(repr, missing))}; its columns are {listed}")
 
 
-def describe(columns: Columns, loss_on: str, form: str = "text") -> str:
-    """What is read of the rows of documents, in words."""
+def describe(columns: Columns, loss_on: str, form: str = "text", there: Collection[str] = ()) -> str:
+    """What is read of the rows of documents, of which the first has the columns ``there``, in words."""
     if columns.text is not None:
         return f"text in column {columns.text!r}"
     if columns.input_ids is not None:
@@ -155,6 +155,7 @@ def describe(columns: Columns, loss_on: str, form: str = "text") -> str:
     learned = "everything" if loss_on == "all" else "the assistant's turns" if columns.messages else "the completion"
     media = {f"{kind}s": name for kind, name in columns.media.items()}
     extras = {"tools": columns.tools} if columns.messages is not None else {"inputs": columns.input}
+    extras = {what: name for what, name in extras.items() if name in there}  # tools may come in later rows
     extras |= {"system prompts": columns.system, **media}
     beside = "".join(f" and their {what} in {name!r}" for what, name in extras.items() if name)
     if columns.messages is not None:

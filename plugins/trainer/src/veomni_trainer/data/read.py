@@ -77,7 +77,7 @@ class _DocumentReader(SourceReader[Example | Document]):
             )
         if columns.messages is not None:
             self._prompts.check_template(columns.messages)
-        return describe(columns, loss_on, self._prompts.form)
+        return describe(columns, loss_on, self._prompts.form, there)
 
     def _item(self, row: Row, columns: Columns, origin: str) -> Example | Document | None:
         if columns.input_ids is not None:

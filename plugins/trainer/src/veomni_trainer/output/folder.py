@@ -66,7 +66,7 @@ class RunFolder:
     profile = _Within("profile")
     """A trace of a few steps, and a table of where their time went, where the job profiles them."""
     staging = _Within(".incomplete")
-    """The folder in which checkpoints are written before they are moved to their final path."""
+    """The folder in which checkpoints are written before they are moved to their final path, and that they leave by."""
 
     def compared(self, name: str) -> RunFolder:
         """The folder of the run that this one is compared with."""
@@ -138,9 +138,13 @@ class RunFolder:
                 path.rename(next(name for name in names if not name.exists()))
 
     def drop_checkpoints(self, keep: int) -> None:
-        """Keep the newest ``keep`` checkpoints only."""
+        """Keep the newest ``keep`` checkpoints only.
+
+        They are removed from the staging folder, which the next start clears, if a kill leaves some of one.
+        """
         for _, path in self.checkpoints()[:-keep]:
-            shutil.rmtree(path)
+            self.staging.mkdir(exist_ok=True)
+            shutil.rmtree(path.rename(self.staging / f"{path.name}.dropped"))
 
     def _checkpoint_folders(self) -> list[tuple[int, Path]]:
         found = [(int(match[1]), p) for p in self.path.glob("checkpoint-*") if (match := _CHECKPOINT.fullmatch(p.name))]
