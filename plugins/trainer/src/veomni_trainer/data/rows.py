@@ -112,23 +112,29 @@ def check_answers(
         note = f"warning: {cut:,} texts are longer than data.sequence_length {longest:,}, and are cut off there"
         return replace(corpus, notes=(*corpus.notes, note)) if cut else corpus
     cut = same = 0
+    long: list[tuple[int, int]] = []  # numbers and tokens
     for number, row in enumerate(rows, start=1):
         ids = prompt_inputs(row, processor)["input_ids"][0] if processor else prompt_ids(row, tokenizer)
         whole = [_whole(row, name, tokenizer, processor) for name in train.columns if name in _ANSWERS]
         if train.method == "reward" and (most := max(map(len, whole))) > longest:
-            raise JobFileError(
-                f"{_KEY}: pair {number} has {most:,} tokens, and data.sequence_length is {longest:,}; raise it, or "
-                "leave the pair out. A reward is the score of the last token"
-            )
-        if len(ids) > room:
-            raise JobFileError(
-                f"{_KEY}: prompt {number} has {len(ids):,} tokens, and data.sequence_length leaves {room:,} beside "
-                f"{beside}; raise data.sequence_length, or leave the prompt out"
-            )
+            long.append((number, most))
+        elif train.method != "reward" and len(ids) > room:
+            long.append((number, len(ids)))
         cut += sum(len(each) > longest for each in whole)
         if whole and train.method != "reward" and row.get("label", True):
             corpus.read[0].count_end(end_of(Document(np.asarray(whole[0], np.uint32))))
         same += len(whole) == 2 and whole[0][:longest] == whole[1][:longest]
+    if long:
+        such = f"the {len(long):,} such {{}}s of {number:,}" if len(long) > 1 else "the {}"
+        what, limit, why = (
+            ("pair", f"is {longest:,}", ". A reward is the score of the last token")
+            if train.method == "reward"
+            else ("prompt", f"leaves {room:,} beside {beside}", "")
+        )
+        raise JobFileError(
+            f"{_KEY}: {what} {long[0][0]:,} has {long[0][1]:,} tokens, and data.sequence_length {limit}; raise it, or "
+            f"leave {such.format(what)} out{why}"
+        )
     if same and same == number:
         raise JobFileError(
             f"{_KEY}: chosen and rejected are the same in each pair, up to data.sequence_length {longest:,}, so there "

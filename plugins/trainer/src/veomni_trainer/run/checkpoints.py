@@ -245,7 +245,9 @@ def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, 
     except Exception as error:  # whatever JSON of another form leads to
         raise CheckpointError(f"{path} is not a plan: {type(error).__name__}: {error}. Restore it") from error
     sites = (site for op in (*before.ops, *plan.ops) for site in op.sites)
-    if any(each.site.sharding != WHOLE for each in sites):  # not only where the checkpoint is: an adapter is written whole
+    if any(
+        each.site.sharding != WHOLE for each in sites
+    ):  # not only where the checkpoint is: an adapter is written whole
         changes = _kernels(before, plan).diff(_kernels(plan, before))
     else:
         changes = before.diff(plan)

@@ -155,6 +155,8 @@ def fit(start: Start, compared: bool = False, turns: AlternatingSteps | None = N
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore", FutureWarning)  # of TRL's calls of transformers
+            # PEFT's, of a base that is named by its Hub id; words that were added are trained and saved whole.
+            warnings.filterwarnings("ignore", "Could not find a config file in")
             trainer.train(resume_from_checkpoint=str(point.checkpoint) if point.checkpoint else None)
     except (OSError, RuntimeError, SafetensorError) as error:
         record.end_with(error)
