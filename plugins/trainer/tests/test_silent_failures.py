@@ -51,6 +51,19 @@ def test_a_model_that_learns_no_next_token_is_refused(kind: str, architecture: s
         check_causal(build_skeleton(config))
 
 
+@pytest.mark.parametrize(
+    ("kind", "setting", "remedy"),
+    [
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention: false"),
+        ("llama", {"is_causal": False}, "is_causal: true"),
+    ],
+)
+def test_a_decoder_that_sees_both_ways_is_refused(kind: str, setting: dict[str, bool], remedy: str) -> None:
+    config = AutoConfig.for_model(kind, **SMALL, **setting, num_key_value_heads=2, head_dim=16)
+    with pytest.raises(ConfigError, match=f"sees the tokens that come after a position.*{remedy}"):
+        check_causal(build_skeleton(config))
+
+
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.thorough)])
 def test_causal_models_are_none_of_them(kind: str) -> None:
     check_causal(build_skeleton(AutoConfig.for_model(kind, **(SMALL if kind == "llama" else {"n_layer": 1}))))

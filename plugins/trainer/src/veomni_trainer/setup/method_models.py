@@ -37,7 +37,7 @@ def check_causal(skeleton: Any) -> None:
 
     Its own loss is proven to be the next tokens', or can't be compared and transformers lists its class among causal
     models: there too are some, as BART's decoder, that compare each position with its own label. Where the config says
-    whether it is a decoder, a small copy is run.
+    that it may see both ways, a small copy is run.
     """
     config, kind = skeleton.config, type(skeleton).__name__
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
@@ -52,11 +52,21 @@ def check_causal(skeleton: Any) -> None:
         raise ConfigError(
             f"model: {kind} is no causal language model, and train.method teaches the next token: {why}. {what_to_do}"
         )
-    if getattr(config, "is_decoder", None) is False and _copies_its_input(config):
+    if (setting := _both_ways(config)) and _copies_its_input(config):
         raise ConfigError(
             f"model: {kind} sees the tokens that come after a position, so it would learn to copy its input instead of "
-            "the next token. Write is_decoder: true into its config (model.config)"
+            f"the next token. Write {setting} into its config (model.config)"
         )
+
+
+def _both_ways(config: Any) -> str:
+    """What would make a model causal whose config says that it may not be; empty of others."""
+    for name, value in {**vars(config), **vars(config.get_text_config())}.items():
+        if name in ("is_decoder", "is_causal") and value is False:
+            return f"{name}: true"
+        if "bidirectional" in name and value:
+            return f"{name}: false"
+    return ""
 
 
 def _why_not_causal(model: Any, listed: tuple[str | None, ...]) -> str:
