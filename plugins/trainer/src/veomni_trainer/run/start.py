@@ -185,7 +185,8 @@ def checked_data(job: Job, point: StartingPoint, processes: int | None = None) -
     if point.checkpoint:
         check_sequences(point.checkpoint, sequences)
     _check_enough(corpus, job.train, processes)
-    if too_long := job.train.too_long_warmup(steps_of(corpus, job.train, processes)):
+    steps = steps_of(corpus, job.train, processes)
+    if point.step < steps and (too_long := job.train.too_long_warmup(steps)):
         raise JobFileError(too_long)
     return tokenizer, corpus, sequences
 

@@ -144,7 +144,7 @@ def _check_stored_labels(job: Job) -> None:
     if len(labels) != len(stored) or any(moved):
         raise ConfigError(
             f"train.classify.labels: the job names {', '.join(labels)}, and {there}, in the order of its scores. Leave "
-            "train.classify.labels out to take these"
+            "train.classify.labels out to take these, or name weights without scores"
         )
 
 
