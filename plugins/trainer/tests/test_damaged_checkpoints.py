@@ -147,6 +147,15 @@ def test_sequences_of_another_form_are_named(tmp_path: Path, content: str) -> No
         check_sequences(tmp_path, '{"sequences": 4}')
 
 
+def test_rows_are_compared_with_what_makes_their_tokens(tmp_path: Path) -> None:
+    now = '{"sequences": 4, "sha256": "a", "tokens": "b"}'
+    (tmp_path / "sequences.json").write_text('{"sequences": 4, "sha256": "a"}')  # of an earlier version
+    check_sequences(tmp_path, now)
+    (tmp_path / "sequences.json").write_text(now.replace('"b"', '"c"'))
+    with pytest.raises(CheckpointError, match="other tokens of the same rows: the tokenizer, its chat template or"):
+        check_sequences(tmp_path, now)
+
+
 def test_a_list_of_files_that_is_nested_too_deeply_is_damage(tmp_path: Path) -> None:
     (tmp_path / "files.json").write_text("[" * 100_000)
     assert damage(tmp_path)[0].startswith("files.json, which lists its files, can't be read")

@@ -6,24 +6,28 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from veomni_core import Hardware
 from veomni_core.cli.app import build_app
 from veomni_core.errors import CheckpointError, ConfigError, HostError, VeOmniError
-from veomni_trainer.job.load import apply_overrides
+from veomni_trainer.job.load import apply_overrides, parse_job
+from veomni_trainer.job.resuming import ChangedKey
 from veomni_trainer.output.adapters import adapted_model
+from veomni_trainer.output.base_weights import BASE, base_of, check_base, known_base
 from veomni_trainer.output.export import export_checkpoint
 from veomni_trainer.run import start
 from veomni_trainer.run.check import check_job
+from veomni_trainer.run.dry_run import dry_run
 from veomni_trainer.setup import adapter
 
 Train = Callable[..., bool]
@@ -109,12 +113,44 @@ def test_another_adapter_is_not_resumed(lora_data: dict[str, Any], train: Train,
         train(lora_data, "lora.rank=8", "train.steps=6", resume=True)
     with pytest.raises(CheckpointError, match="trained with another adapter: target_modules"):
         train(lora_data, "lora.target_modules=[q_proj]", "train.steps=6", resume=True)
+    with pytest.raises(CheckpointError, match="another adapter: lora_alpha 8 -> 16"):
+        dry_run(parse_job(apply_overrides(lora_data, ["lora.alpha=16", "train.steps=6"])), resume=True)
+    with pytest.raises(ConfigError, match=r"lora\.quantization: not there -> nf4"):
+        dry_run(parse_job(apply_overrides(lora_data, ["lora.quantization=nf4", "train.steps=6"])), resume=True)
     with pytest.raises(CheckpointError, match="holds a LoRA adapter; resume with the section lora"):
         train(lora_data, "lora=null", "train.steps=6", resume=True)
     (run / "checkpoint-4" / "adapter_model.safetensors").write_bytes(b"half")
     with pytest.raises(CheckpointError, match="damaged: adapter_model.safetensors has 4 bytes"):
         train(lora_data, "train.steps=6", resume=True)
     assert (run / "metrics.jsonl").read_text(encoding="utf-8") == before
+
+
+def test_weights_that_are_read_again_must_be_those_of_the_start(
+    lora_data: dict[str, Any], pretrained: Path, tmp_path: Path
+) -> None:
+    checkpoint, weights = tmp_path / "checkpoint", tmp_path / "weights"
+    checkpoint.mkdir()
+    shutil.copytree(pretrained / "llama", weights)
+    start = parse_job(lora_data)
+    moved = parse_job(apply_overrides(lora_data, [f"model.weights={weights}"]))
+    whole = moved.model_copy(update={"lora": None})
+    dpo = whole.model_copy(update={"train": whole.train.model_copy(update={"method": "dpo"})})
+    another = ChangedKey("model.weights", "org/name@1", "org/name@2")
+    check_base(checkpoint, moved, [another])  # an earlier version has not said what it started from
+    (checkpoint / BASE).write_text(known_base(start, None) or "", encoding="utf-8")
+    assert known_base(moved, checkpoint) == base_of(moved) == base_of(start)
+    check_base(checkpoint, moved, [])
+    state = load_file(weights / "model.safetensors")
+    state["model.norm.weight"][-1] += 1
+    save_file(state, weights / "model.safetensors", {"format": "pt"})
+    for job, why in ((moved, "the adapter was trained over them"), (dpo, "the reference model has them")):
+        with pytest.raises(CheckpointError, match=rf"the files in .*weights were replaced.*{why}"):
+            check_base(checkpoint, job, [])
+    check_base(checkpoint, whole, [another])
+    hub = moved.model_copy(update={"model": replace(moved.model, weights="org/name@2")})
+    check_base(checkpoint, hub, [])
+    with pytest.raises(CheckpointError, match="org/name@1 -> org/name@2: .* Restore them"):
+        check_base(checkpoint, hub, [another])
 
 
 @pytest.mark.thorough

@@ -19,6 +19,7 @@ from forked_processes import veomni_on_ranks
 from veomni_core.cli.app import build_app
 from veomni_core.errors import CheckpointError, ConfigError
 from veomni_trainer.job.load import load_job
+from veomni_trainer.run.dry_run import dry_run
 from veomni_trainer.run.run_job import run_job
 
 pytestmark = needs_examples
@@ -177,6 +178,21 @@ def test_one_method_does_not_go_on_from_anothers_run(here: Path, go: Go) -> None
     go("sft", "train.steps=2", "train.save_every=2")
     with pytest.raises((CheckpointError, ConfigError), match=r"train\.method"):
         go("sft", "train.method=pretrain", "train.steps=3", resume=True)
+
+
+@pytest.mark.thorough(one_per=[])
+@pytest.mark.parametrize("method", ["dpo", "classify"])
+@pytest.mark.parametrize("change", ["data.sequence_length=64", "data.chat_template=other.jinja"])
+def test_a_run_does_not_go_on_with_other_tokens(here: Path, go: Go, method: str, change: str) -> None:
+    (here / "other.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}{% endfor %}", encoding="utf-8"
+    )
+    always = ("train.steps=1", "train.save_every=1", "train.export=false")
+    go(method, *always)
+    changes = (f"train.output_dir={here / 'run'}", "train.device=cpu", *always, change, "train.steps=2")
+    for start in (run_job, dry_run):
+        with pytest.raises(CheckpointError, match="was trained on other tokens of the same rows"):
+            start(load_job(here / f"{method}.yaml", changes), resume=True)
 
 
 def plan_of(job: Path, *changes: str) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from veomni_core.errors import CheckpointError, ConfigError, JobFileError
 from veomni_trainer.job.load import load_job
 from veomni_trainer.run.dry_run import dry_run
+from veomni_trainer.run.run_job import run_job
+from veomni_trainer.setup.method_models import _in_order
 
 pytestmark = needs_examples
 Go = Callable[..., bool]
@@ -115,6 +117,44 @@ def test_a_classifiers_weights_without_their_head_are_damaged(here: Path, go: Go
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"does not fit this model: missing keys: score\.weight"):
         go("classify", "model.config=null", "model.weights=weights", "data.tokenizer=null", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("labels", "order"),
+    [
+        (["1", "01", "2"], ["01", "1", "2"]),
+        (["--1", "1"], ["--1", "1"]),
+        (["0", "-0"], ["-0", "0"]),
+        (["10", "-9", "9"], ["-9", "9", "10"]),
+        (["9" * 5000, "1"], ["1", "9" * 5000]),
+        (["²", "1"], ["1", "²"]),
+    ],
+)
+def test_labels_have_one_order(labels: list[str], order: list[str]) -> None:
+    assert _in_order(labels) == _in_order(labels[::-1]) == order
+
+
+@pytest.mark.parametrize(
+    ("method", "labels", "words"),
+    [
+        ("classify", ["question", "answer"], "the job names question, answer, and .* 2 labels: answer, question"),
+        ("classify", ["answer", "question", "other"], "the job names answer, question, other, and .* 2 labels"),
+        ("reward", None, "reward trains one score, and .* is a classifier of 2 labels: answer, question"),
+    ],
+)
+def test_weights_with_scores_of_other_labels_are_refused(
+    here: Path, method: str, labels: list[str] | None, words: str
+) -> None:
+    job = load_job(here / f"{method}.yaml", ["train.device=cpu"])
+    config = {**job.model.config, "architectures": ["Qwen3ForSequenceClassification"], "vocab_size": 512}  # type: ignore[dict-item]
+    config["id2label"] = {0: "answer", 1: "question"}
+    (here / "weights").mkdir()
+    (here / "weights" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    changes = ["model.config=null", "model.weights=weights", f"train.output_dir={here / 'run'}", "train.device=cpu"]
+    job = load_job(here / f"{method}.yaml", [*changes, *([f"train.classify.labels={labels}"] if labels else [])])
+    for start in (dry_run, run_job):
+        with pytest.raises(ConfigError, match=words):
+            start(job)
 
 
 @pytest.mark.thorough

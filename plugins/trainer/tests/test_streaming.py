@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from veomni_trainer.data.corpus import read_corpus
 from veomni_trainer.data.streaming import Stream
 from veomni_trainer.data.tokens import ByteTokenizer
 from veomni_trainer.job.data_section import DataSection
+from veomni_trainer.output.metrics import figures, read_metrics
 
 Train = Callable[..., bool]
 Losses = Callable[[Path], list[tuple[int, float]]]
@@ -83,6 +85,20 @@ def test_what_a_stream_can_not_do_is_refused(lines: Path, tmp_path: Path) -> Non
         DataSection(files="a", sequence_length=2, shuffle_buffer=8)
     with pytest.raises(JobFileError, match="there is no file or folder"):
         _stream(tmp_path / "nowhere.jsonl")
+
+
+def test_a_step_of_a_stream_that_learns_nothing_is_named(
+    job_data: dict[str, Any], train: Train, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "a", "completion": "b"}] * 64 + [{"prompt": "a" * 40, "completion": "b"}] * 64
+    files = tmp_path / "rows.jsonl"
+    files.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    job_data["data"] |= {"files": str(files), "streaming": True, "shuffle_buffer": 1, "sequence_length": 8}
+    job_data["train"] |= {"steps": 4, "batch_size": 32, "save_every": "never"}
+    train(job_data)
+    assert capsys.readouterr().out.count(": nothing is learned, and its loss is 0") == 1
+    assert [row["learned_tokens"] > 0 for row in read_metrics(run / "metrics.jsonl")] == [True, True, False, False]
+    assert figures(read_metrics(run / "metrics.jsonl"))["last_loss"] > 1
 
 
 @pytest.mark.thorough

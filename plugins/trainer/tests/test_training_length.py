@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from veomni_core.errors import ConfigError, JobFileError
-from veomni_trainer.job.load import parse_job
+from veomni_trainer.job.load import load_job, parse_job
+from veomni_trainer.run.dry_run import dry_run
 
 Train = Callable[..., bool]
 Losses = Callable[[Path], list[tuple[int, float]]]
@@ -21,6 +22,19 @@ def test_a_job_needs_a_length(job_data: dict[str, Any]) -> None:
     del job_data["train"]["steps"]
     with pytest.raises(JobFileError, match="train: needs either steps or epochs"):
         parse_job(job_data)
+
+
+def test_a_warm_up_as_long_as_the_epochs_is_refused_by_train_and_dry_run(
+    job_data: dict[str, Any], write_job: Callable[[dict[str, Any]], Path], train: Train, run: Path
+) -> None:
+    del job_data["train"]["steps"]
+    job_data["train"] |= {"epochs": 1, "batch_size": 84, "warmup": 2}
+    words = r"train\.warmup: 2 is as long as the training or longer, and train\.epochs gives 2 steps in all"
+    with pytest.raises(JobFileError, match=words):
+        train(job_data)
+    with pytest.raises(JobFileError, match=words):
+        dry_run(load_job(write_job(job_data)))
+    assert not run.exists()
 
 
 @pytest.mark.thorough

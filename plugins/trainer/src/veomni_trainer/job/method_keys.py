@@ -161,6 +161,11 @@ class MethodKeys(Section):
         return self.grpo or self.rloo
 
     @property
+    def has_reference(self) -> bool:
+        """Whether the trained model is compared with the one before training."""
+        return self.method in ("dpo", "kto") or (self.drawn is not None and self.drawn.beta > 0)
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """The columns of the rows that the method learns from."""
         if self.method == "classify":

@@ -16,10 +16,11 @@ from veomni_core.errors import CheckpointError, ConfigError, JobFileError
 from veomni_trainer.job.precision import PRECISIONS
 from veomni_trainer.job.schema import Job
 
-WITHOUT_EFFECT = "model.weights"  # those of the checkpoint go on
+WITHOUT_EFFECT = "model.weights"  # those of the checkpoint go on, unless Job.reads_weights_again
 REFUSED: Mapping[str, str] = {  # why a run can't go on with another value of a key, or of a section
     "model.dtype": "the optimizer's state is in the dtype of the weights",
     "model.revision": "another commit on the Hub may have other weights",
+    "lora.quantization": "the adapter was trained over weights that were held so",
     "train.precision": "weights and the optimizer's state are in its dtype",  # unless the weights stay in their dtype
     "train.optimizer": "the optimizer's state is of its kind",
     "train.parameter_groups": "the optimizer's state is stored group by group",

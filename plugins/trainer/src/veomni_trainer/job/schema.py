@@ -57,6 +57,11 @@ class Job(Section):
     train: TrainSection
     lora: LoraSection | None = None
 
+    @property
+    def reads_weights_again(self) -> bool:
+        """Whether a run that goes on needs the weights that it started from, beside those of its checkpoint."""
+        return self.lora is not None or self.train.has_reference
+
     @model_validator(mode="after")
     def _says_nothing_in_vain(self) -> Self:
         check_dtype(self.model.dtype, self.train.precision, freezes_weights=self.lora is not None)
@@ -66,10 +71,8 @@ class Job(Section):
             )
         if self.train.early_stop and self.train.validate_every is None:
             raise ValueError("train.early_stop goes by the validation loss; set train.validate_every")
-        if self.train.steps is not None and self.train.warmup > self.train.steps:
-            raise ValueError(
-                f"train.warmup is {self.train.warmup} steps, but train.steps is {self.train.steps}; lower train.warmup"
-            )
+        if self.train.steps is not None and (too_long := self.train.too_long_warmup(self.train.steps)):
+            raise ValueError(too_long)
         if self.train.sp_overlap and self.train.sp_size == 1:
             raise ValueError(
                 "train.sp_overlap is for processes that exchange heads; write train.sp_size, or leave it out"

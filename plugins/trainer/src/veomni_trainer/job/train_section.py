@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from huggingface_hub.errors import HFValidationError
@@ -182,6 +183,16 @@ class TrainSection(MethodKeys, OutputKeys):
     def scheduler_type(self) -> str:
         """transformers' name of the schedule. What it calls ``constant`` has no warm-up."""
         return "constant_with_warmup" if self.schedule == "constant" else self.schedule
+
+    def too_long_warmup(self, steps: int) -> str:
+        """Why a training of so many steps would never have its learning rate; empty if it would."""
+        if not self.warmup or (self.warmup if self.warmup >= 1 else math.ceil(self.warmup * steps)) < steps:
+            return ""
+        length = "steps" if self.steps else "epochs"
+        return (
+            f"train.warmup: {self.warmup} is as long as the training or longer, and train.{length} gives {steps} "
+            "steps in all, so train.learning_rate would never be reached; lower train.warmup"
+        )
 
     @property
     def is_sharded(self) -> bool:

@@ -71,6 +71,7 @@ def figures(rows: list[Row]) -> Row:
     train, warm = training_rows(rows), steady(rows)
     if not train:
         return {}
+    taught = [row for row in train if row.get("learned_tokens", 1)] or train  # a loss of no token is 0
     validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
     bad = [row for row in rows if "bad" in row]  # steps whose loss or gradient norm was not finite
     used = {
@@ -83,8 +84,8 @@ def figures(rows: list[Row]) -> Row:
     learned = [row["learned_tokens"] for row in warm if "learned_tokens" in row]
     return {
         "steps": train[-1]["step"],
-        "first_loss": train[0]["loss"],
-        "last_loss": train[-1]["loss"],
+        "first_loss": taught[0]["loss"],
+        "last_loss": taught[-1]["loss"],
         **({"validation_loss": validation[-1]} if validation else {}),
         **({"bad_steps": len(bad), "first_bad_step": f"step {bad[0]['step']}: {bad[0]['bad']}"} if bad else {}),
         "step_seconds": statistics.median(row["step_seconds"] for row in warm),

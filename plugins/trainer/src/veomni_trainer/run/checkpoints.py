@@ -21,6 +21,7 @@ from veomni_trainer.job.load import dump_job
 from veomni_trainer.job.resuming import WITHOUT_EFFECT, changed_keys, refuse_changes
 from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.early_ends import has_stopped
+from veomni_trainer.output.base_weights import BASE, check_base
 from veomni_trainer.output.folder import RunFolder
 from veomni_trainer.output.manifest import damage, total_bytes, write_manifest
 from veomni_trainer.output.shards import LAYOUT, check_layout, is_sharded, layout_of, reason
@@ -67,6 +68,8 @@ class CheckpointCallback(TrainerCallback):
                 parts["model"].config.save_pretrained(written)
             write_whole(written / LAYOUT, json.dumps(layout_of(self._train, processes.num_processes)))
             write_whole(written / SEQUENCES, self._start.sequences)
+            if self._start.weights is not None:
+                write_whole(written / BASE, self._start.weights)
             write_whole(written / JOB, dump_job(self._start.job))
             write_sample(written, sample)
             write_manifest(written)
@@ -119,7 +122,9 @@ def starting_point(job: Job, folder: RunFolder, resume: bool | Path, overwrite: 
             f"{checkpoint} was not written by a sharded job, so its optimizer can't be read in shards; resume without "
             "train.fsdp_size, tp_size and ep_size, or name the checkpoint as model.weights of a new job"
         )
-    refuse_changes(checkpoint, changed_keys(checkpoint, job))
+    refuse_changes(checkpoint, changes := changed_keys(checkpoint, job))
+    if is_main_process():
+        check_base(checkpoint, job, changes)
     check_layout(checkpoint, layout_of(job.train, int(os.environ.get("WORLD_SIZE", "1"))))
     return StartingPoint(step, checkpoint)
 
@@ -155,7 +160,7 @@ def describe_resumption(job: Job, folder: RunFolder, point: StartingPoint) -> st
         if step > point.step:
             lines.append(f"{path} is not complete (it holds no plan.json) and is passed over")
     for change in changed_keys(checkpoint, job):
-        effect = ", without effect" if change.path == WITHOUT_EFFECT else ""
+        effect = ", without effect" if change.path == WITHOUT_EFFECT and not job.reads_weights_again else ""
         lines.append(f"changed since{effect}: {change}")
     rank = f"_{os.environ.get('RANK', '0')}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     if not (checkpoint / f"rng_state{rank}.pth").exists():
@@ -224,11 +229,19 @@ def check_sequences(checkpoint: Path, sequences: str) -> None:
             f"{path} does not say on which sequences the checkpoint was trained ({type(error).__name__}: {error}). "
             f"Restore it, or start a new run from its weights, with model.weights: {checkpoint}"
         ) from error
-    if before != sequences:
+    then, now = json.loads(before), json.loads(sequences)
+    tokens = [each.pop("tokens", None) for each in (then, now)]
+    instead = f"or start a new run from its weights, with model.weights: {checkpoint}"
+    if then != now:
         raise CheckpointError(
             f"{checkpoint} was trained on other sequences than this job's ({counts[0]} then, {counts[1]} now), so "
             "going on would train on some twice and on some never. Restore the section data and the files that it "
-            f"names, or start a new run from its weights, with model.weights: {checkpoint}"
+            f"names, {instead}"
+        )
+    if tokens[0] not in (None, tokens[1]):
+        raise CheckpointError(
+            f"{checkpoint} was trained on other tokens of the same rows: the tokenizer, its chat template or "
+            f"data.sequence_length is another one now. Restore them, {instead}"
         )
 
 

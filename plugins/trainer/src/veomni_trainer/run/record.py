@@ -53,7 +53,7 @@ class RunRecord(TrainerCallback):
     def __init__(self, start: Start) -> None:
         self._start, self._folder, self._resumed_from = start, start.folder, start.point.step
         self.progress = Progress(start.arguments.max_steps, start.point.step)
-        self._begun = self._warned = False
+        self._begun = self._warned = self._warned_of_nothing = False
         self._reported, self._cost = time.monotonic(), 0.0
         # Trainer calls its own callbacks with means over several steps, so these are not among them.
         self._trackers: list[TrainerCallback] = []
@@ -86,6 +86,12 @@ class RunRecord(TrainerCallback):
         if "bad" in row and not self._warned:
             self._warned = True
             print_once(f"warning: step {row['step']}: {row['bad']}. No checkpoint is written of such a step")
+        if row.get("learned_tokens") == 0 and not self._warned_of_nothing:
+            self._warned_of_nothing = True
+            print_once(
+                f"warning: step {row['step']}: nothing is learned, and its loss is 0: data.sequence_length cuts its "
+                "documents off before what is learned, or they hold nothing to learn. Later such steps are not named"
+            )
         self.progress.show(row)
         logs = {key: value for key, value in row.items() if key != "step" and isinstance(value, (int, float))}
         if "validation_loss" in logs:

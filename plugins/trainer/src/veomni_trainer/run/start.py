@@ -22,6 +22,7 @@ from veomni_trainer.data.streaming import Stream
 from veomni_trainer.data.tokens import Tokenizer
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
+from veomni_trainer.output.base_weights import known_base
 from veomni_trainer.output.disk import check_disk_space
 from veomni_trainer.output.export import check_push
 from veomni_trainer.output.folder import RunFolder
@@ -29,7 +30,7 @@ from veomni_trainer.output.trained_sample import Sample, sample_ids
 from veomni_trainer.run.check import check_libraries
 from veomni_trainer.run.checkpoints import StartingPoint, check_plan, check_sequences, describe_resumption
 from veomni_trainer.run.record import check_trackers
-from veomni_trainer.run.terminal import print_once
+from veomni_trainer.run.terminal import is_main_process, print_once
 from veomni_trainer.setup.adapter import check_validates, with_adapter
 from veomni_trainer.setup.arguments import may_leave_parameters_unused, training_arguments
 from veomni_trainer.setup.conditions import conditions, ops_config
@@ -51,8 +52,8 @@ class Start:
     """A training that can begin: its data, its model with weights, and transformers' arguments.
 
     ``model`` is trained; ``base`` is the model that kernels are bound in: the same one, or the one under an adapter.
-    ``sequences`` is their fingerprint, ``sample`` has the tokens whose logits each checkpoint keeps, and ``inputs`` are
-    those of a method's trainer.
+    ``sequences`` is their fingerprint, ``weights`` that of those that the run started from (in the first process),
+    ``sample`` has the tokens whose logits each checkpoint keeps, and ``inputs`` are those of a method's trainer.
     """
 
     job: Job
@@ -65,6 +66,7 @@ class Start:
     point: StartingPoint
     tokenizer: Tokenizer
     sequences: str
+    weights: str | None
     sample: Sample
     inputs: MethodInputs | None = None
 
@@ -124,8 +126,10 @@ def prepare(
         print_once(f"plan change accepted: {change}")
     if point.checkpoint:
         print_once(describe_resumption(job, folder, point))
-    sample = _sample(job, corpus, inputs)
-    return Start(job, folder, corpus, trained, model, binding, arguments, point, tokenizer, sequences, sample, inputs)
+    sample, begun = _sample(job, corpus, inputs), known_base(job, point.checkpoint) if is_main_process() else None
+    return Start(
+        job, folder, corpus, trained, model, binding, arguments, point, tokenizer, sequences, begun, sample, inputs
+    )
 
 
 def _sample(job: Job, corpus: Corpus, inputs: MethodInputs | None) -> Sample:
@@ -168,17 +172,22 @@ def checked_data(job: Job, point: StartingPoint, processes: int | None = None) -
     check_trackers(job.train.report_to)
     check_push(job.train.push_to)
     check_libraries(job, trains_here=True)
-    check_model(job, tokenizer)
+    check_model(job, tokenizer, point.checkpoint)
     if processes is None:
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         if job.train.is_sharded:
             check_started(job.train)
     corpus = read_data(job, tokenizer)
     check_method(job, tokenizer, processes)
-    sequences = corpus.fingerprint()
+    sequences = corpus.fingerprint(
+        f"{tokenizer.fingerprint} {job.data.sequence_length}" if job.train.learns_from_rows else None
+    )
     if point.checkpoint:
         check_sequences(point.checkpoint, sequences)
     _check_enough(corpus, job.train, processes)
+    steps = steps_of(corpus, job.train, processes)
+    if point.step < steps and (too_long := job.train.too_long_warmup(steps)):
+        raise JobFileError(too_long)
     return tokenizer, corpus, sequences
 
 

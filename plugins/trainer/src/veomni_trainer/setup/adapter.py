@@ -73,7 +73,7 @@ def with_adapter(model: PreTrainedModel, job: Job, checkpoint: Path | None = Non
 
     Raises:
         ConfigError: the adapter names modules or parameters that the model doesn't have.
-        CheckpointError: the checkpoint's adapter is another one than the job's, or can't be read.
+        CheckpointError: the checkpoint's adapter can't be read, or doesn't fit.
     """
     assert job.lora is not None
     from peft import get_peft_model
@@ -100,16 +100,16 @@ def with_adapter(model: PreTrainedModel, job: Job, checkpoint: Path | None = Non
         config.base_model_name_or_path, _, commit = str(job.model.weights).partition("@")
         config.revision = commit or job.model.revision
     if checkpoint is not None:
-        _check_same(adapted.peft_config["default"], checkpoint)
         load_adapter(adapted, checkpoint)
     return adapted
 
 
-def check_adapter(job: Job, skeleton: PreTrainedModel) -> PeftModel:
+def check_adapter(job: Job, skeleton: PreTrainedModel, checkpoint: Path | None = None) -> PeftModel:
     """Check that the job's adapter fits the model ``skeleton`` on the meta device, and return the two together.
 
     Raises:
         ConfigError: the adapter names modules or parameters that the model doesn't have.
+        CheckpointError: the run goes on from ``checkpoint``, whose adapter is another one.
     """
     assert job.lora is not None
     names = {
@@ -123,7 +123,10 @@ def check_adapter(job: Job, skeleton: PreTrainedModel) -> PeftModel:
             _check_name(key, name, names[key])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's about tensors without values
-        return with_adapter(skeleton, job)  # type: ignore[no-any-return]
+        adapted = with_adapter(skeleton, job)
+    if checkpoint is not None:
+        _check_same(adapted.peft_config["default"], checkpoint)
+    return adapted  # type: ignore[no-any-return]
 
 
 def check_resumed(job: Job, checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from veomni_transformers.proving import probe
 
 _TOKENS, _ROUNDING = 8, 1e-3
 _SCALE = 30  # of hidden states, so that the words' logits differ by more than their mean over positions hides
+_INTEGER = re.compile("0|-?[1-9][0-9]{0,99}")  # no two of them are equal, and Python reads each
 _UNREAD = ["0", "1"]  # labels of a model that is built before the data is read: their number changes no plan
 
 
@@ -110,7 +112,7 @@ def as_scorer(config: PretrainedConfig, job: Job, tokenizer: Tokenizer) -> None:
     """Make ``config`` that of transformers' sequence classifier, with a score for each label, or one as a reward.
 
     Raises:
-        ConfigError: transformers has no sequence classifier of this type.
+        ConfigError: transformers has no sequence classifier of this type, or the weights' scores are of other labels.
     """
     name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
     if name is None or config.is_encoder_decoder:  # whose decoder would be asked for the score
@@ -118,6 +120,7 @@ def as_scorer(config: PretrainedConfig, job: Job, tokenizer: Tokenizer) -> None:
             f"train.method: {job.train.method} needs a sequence classifier without a decoder of its own, and "
             f"transformers has none of model_type {config.model_type}. Train another model"
         )
+    _check_stored_labels(job)
     config.architectures = [name]
     labels = ["reward"]
     if job.train.method == "classify":
@@ -128,6 +131,31 @@ def as_scorer(config: PretrainedConfig, job: Job, tokenizer: Tokenizer) -> None:
     padding = tokenizer.pretrained.pad_token_id if tokenizer.pretrained else None
     # The score is that of the last token before the padding.
     config.get_text_config().pad_token_id = tokenizer.end if padding is None else padding  # type: ignore[attr-defined]
+
+
+def _check_stored_labels(job: Job) -> None:
+    """Raise ConfigError where the weights have scores already, and of other labels than the job's.
+
+    As many names that the weights don't know may take the place of theirs.
+    """
+    if not has_scores(job):
+        return
+    config: Any = _stored_config(job)
+    stored = [str(config.id2label[number]) for number in sorted(config.id2label)]
+    there = f"{job.model.weights} is a classifier of {len(stored)} labels: {', '.join(stored)}"
+    if job.train.method == "reward":
+        if len(stored) > 1:
+            raise ConfigError(
+                f"train.method: reward trains one score, and {there}. Write method: classify, or name other weights"
+            )
+        return
+    labels = (job.train.classify and job.train.classify.labels) or stored
+    moved = [label in stored and stored.index(label) != number for number, label in enumerate(labels)]
+    if len(labels) != len(stored) or any(moved):
+        raise ConfigError(
+            f"train.classify.labels: the job names {', '.join(labels)}, and {there}, in the order of its scores. Leave "
+            "train.classify.labels out to take these, or name weights without scores"
+        )
 
 
 def has_scores(job: Job) -> bool:
@@ -174,12 +202,12 @@ def _stored_config(job: Job) -> PretrainedConfig | None:
 
 
 def _in_order(labels: Iterable[str]) -> list[str]:
-    """Distinct labels: integers by their size, others by the alphabet.
+    """Distinct labels: integers by their size, if all are written as such; others by the alphabet.
 
     Example:
-        >>> _in_order(["10", "9", "9"]), _in_order(["no", "maybe"])
-        (['9', '10'], ['maybe', 'no'])
+        >>> _in_order(["10", "9", "9"]), _in_order(["no", "maybe"]), _in_order(["1", "01"])
+        (['9', '10'], ['maybe', 'no'], ['01', '1'])
     """
     found = set(labels)
-    numbers = all(each.lstrip("-").isdecimal() for each in found)
+    numbers = all(_INTEGER.fullmatch(each) for each in found)
     return sorted(found, key=int) if numbers else sorted(found)

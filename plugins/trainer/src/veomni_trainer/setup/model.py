@@ -31,7 +31,7 @@ from veomni_transformers.towers.parts import tower_of, towers
 _VOCABULARY_STEP = 64
 
 
-def check_model(job: Job, tokenizer: Tokenizer) -> None:
+def check_model(job: Job, tokenizer: Tokenizer, checkpoint: Path | None = None) -> None:
     """Check, without weights or processes, that the job's model fits its data and its sizes.
 
     Which media rows may have is the model's to say, and is settled here.
@@ -40,6 +40,7 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
         ConfigError: as :func:`model_config`, where the model is no causal language model, and where the job's sizes
             can't shard it.
         HostError: this machine's libraries can't shard models, or the processes are not as many as the sizes need.
+        CheckpointError: the run goes on from ``checkpoint``, whose adapter is another one.
     """
     config = model_config(job, tokenizer)
     skeleton: Any = unbound_skeleton(job, config)
@@ -49,7 +50,7 @@ def check_model(job: Job, tokenizer: Tokenizer) -> None:
     if job.train.is_sharded:
         check_sharding(job.train, skeleton)
     if job.lora:
-        skeleton = check_adapter(job, skeleton)
+        skeleton = check_adapter(job, skeleton, checkpoint)
         # TRL's trainers multiply by the head's weight itself, so an adapter there would not be trained.
         if job.train.takes_logprobs and hasattr(skeleton.get_output_embeddings(), "base_layer"):
             raise ConfigError(

@@ -99,9 +99,8 @@ def method_inputs(job: Job, tokenizer: Tokenizer, device: torch.device) -> Metho
     rewards = tuple(
         load_reward(each, f"train.{train.method}.reward") for each in (train.drawn.rewards if train.drawn else ())
     )
-    refers = train.method in ("dpo", "kto") or (train.drawn is not None and train.drawn.beta > 0)
     # Under an adapter the reference is the model without it.
-    reference = _build_reference(job, tokenizer, device) if refers and job.lora is None else None
+    reference = _build_reference(job, tokenizer, device) if train.has_reference and job.lora is None else None
     return MethodInputs(trl_tokenizer(job, tokenizer), reference, rewards, job.data.sequence_length)
 
 
