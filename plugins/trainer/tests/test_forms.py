@@ -315,10 +315,8 @@ def test_rows_of_methods_that_can_not_be_read(
         rows_of(jsonl(row), with_template, method)
 
 
-TEXTS, TURNS = (
-    {"prompt": "a", "chosen": "b", "rejected": "c"},
-    "line 2: the row is a chat, and the first .* is text",
-)
+TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
+TURNS = "line 2: the row is a chat, and the first one .* is text"
 ENDINGS = {"chosen": [USER, BOT], "rejected": [USER, OTHER]}
 
 

@@ -96,7 +96,7 @@ REFUSED: list[tuple[str, list[str], dict[str, str], type[VeOmniError], list[str]
         ["data.columns={text: body}", "data.prompt_format=chat"],
         {},
         JobFileError,
-        ["data.columns (train.classify.text and label are its columns) and data.prompt_format; leave that out"],
+        ["data.columns (name the columns in train.classify) and data.prompt_format; leave that out"],
     ),
     ("grpo", ["train.grpo.reward=judges.py:brevity"], {}, JobFileError, ["there is no file", "judges.py"]),
     ("grpo", ["train.grpo.reward=no_such_module:f"], {}, JobFileError, ["can't be imported: ModuleNotFoundError"]),

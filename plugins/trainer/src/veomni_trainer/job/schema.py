@@ -154,7 +154,7 @@ class Job(Section):
             }
         if method == "classify":
             untested |= {
-                "data.columns (train.classify.text and label are its columns)": data.columns,
+                "data.columns (name the columns in train.classify)": data.columns,
                 "data.prompt_format": data.prompt_format,
             }
         if set_ := [key for key, value in untested.items() if value]:
