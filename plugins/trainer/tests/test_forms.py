@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from small_tokenizers import byte_level, saved
+from small_tokenizers import CHATML, byte_level, saved
 
 from veomni_core.errors import JobFileError
 from veomni_trainer.data.corpus import read_corpus
@@ -155,6 +155,13 @@ def test_the_whole_row_as_text_is_left_out(jsonl: Write, with_template: str) -> 
         ({"messages": [{"from": "function_call", "value": "f("}, {"from": "gpt", "value": "x"}]}, {}, "are not JSON"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, {"columns": {"prompt": "prompt"}}, "names no completion"),
         ({"a": "b", "c": "d"}, {"columns": {"chosen": "a", "rejected": "c"}}, "of which one is preferred"),
+        ({"m": [USER, BOT], "system": "x"}, {"columns": {"messages": "m"}}, "to the turns, or .* data.columns.system"),
+        ({"messages": [USER, BOT], "history": ["x"]}, {}, "'history' belongs to the prompt"),
+        ({"messages": [USER, BOT], "label": False}, {}, "the completion is not wanted"),
+        ({"prompt": "a", "completion": "b", "label": "false"}, {}, "the completion is not wanted"),
+        ({"prompt": [USER], "completion": [BOT], "input": "x"}, {}, "'input' is not empty, and turns have no place"),
+        ({"text": "a", "half \ud83d": 1}, {}, "line 1: the name of a column holds half a character"),
+        ({"messages": [{**USER, "half \ud83d": "x"}, BOT]}, {}, "line 1: a key of turn 1 holds half a character"),
     ],
 )
 def test_what_would_be_left_out_is_refused(
@@ -270,6 +277,11 @@ def test_columns_of_methods_may_be_written(jsonl: Write, with_template: str) -> 
     path = jsonl({"q": "a", "good": "b", "bad": "c"})
     columns = {"prompt": "q", "chosen": "good", "rejected": "bad"}
     assert rows_of(path, with_template, "dpo", columns=columns) == [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    path = jsonl({"q": "a", "a": "b", "label": False})
+    (row,) = rows_of(path, with_template, "kto", columns={"prompt": "q", "completion": "a"})
+    assert row == {"prompt": "a", "completion": "b", "label": False}
+    path = jsonl({"prompts": "a", "answer": "b"})
+    assert rows_of(path, with_template, "grpo", columns={"prompt": "prompts"}) == [{"prompt": "a", "answer": "b"}]
 
 
 @pytest.mark.parametrize(
@@ -283,6 +295,17 @@ def test_columns_of_methods_may_be_written(jsonl: Write, with_template: str) -> 
         ("dpo", {"question": "a", "instruction": "b", "chosen": "c", "rejected": "d"}, "several ways"),
         ("kto", {"prompt": "a", "completion": "b", "label": "maybe"}, "must be true or false"),
         ("kto", {"prompt": "a", "completion": "b"}, "has no column 'label'"),
+        (
+            "dpo",
+            {"chosen": "Who? me", "rejected": "Who? you", "system": "x"},
+            "join it to the answers",
+        ),
+        ("reward", {"chosen": [USER, BOT], "rejected": [USER, OTHER], "history": ["x"]}, "'history' belongs"),
+        ("grpo", {"prompt": "a", "completions": "b"}, "'completions' would not reach the reward"),
+        ("grpo", {"prompt": "a", "completion": "b"}, "'completion' would not reach the reward"),
+        ("grpo", {"prompt": "a", "trainer_state": "b"}, "'trainer_state' would not reach the reward"),
+        ("grpo", {"prompt": "a", "answer": ["\ud83d"]}, "line 1: the row holds half a character"),
+        ("grpo", {"prompt": "a", "id": 10**22}, "an integer of more than 64 bits; write it as text"),
     ],
 )
 def test_rows_of_methods_that_can_not_be_read(
@@ -290,6 +313,42 @@ def test_rows_of_methods_that_can_not_be_read(
 ) -> None:
     with pytest.raises(JobFileError, match=says):
         rows_of(jsonl(row), with_template, method)
+
+
+TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
+TURNS = "line 2: the row is a chat, and the first one .* is text"
+ENDINGS = {"chosen": [USER, BOT], "rejected": [USER, OTHER]}
+
+
+@pytest.mark.parametrize(
+    ("method", "rows", "says"),
+    [
+        ("pretrain", [{"messages": [USER, BOT]}] * 2, "column 'system' belongs to the prompt"),
+        ("pretrain", [{"messages": [USER, BOT], "system": None}] * 2, "column 'system' belongs to the prompt"),
+        ("kto", [{"messages": [USER, BOT], "label": True}] * 2, "column 'system' belongs to the prompt"),
+        ("orpo", [ENDINGS] * 2, "column 'system' belongs to the prompt"),
+        ("dpo", [TEXTS, PAIR], TURNS),
+        ("reward", [PAIR, TEXTS], r"line 2: the row is text, and the first one \(.*, line 1\) is a chat"),
+        ("kto", [{"prompt": "a", "completion": "b", "label": True}, KTO], TURNS),
+        ("grpo", [{"prompt": "a"}, {"prompt": [USER]}], TURNS),
+    ],
+)
+def test_a_row_that_means_more_than_the_first_is_a_bad_line(
+    jsonl: Write, with_template: str, method: str, rows: list[dict[str, Any]], says: str
+) -> None:
+    path = jsonl(rows[0], rows[1] | ({"system": "Be brief."} if "system" in says else {}))
+    with pytest.raises(JobFileError, match=f"line 2: .*{says}" if "system" in says else says):
+        documents(path, with_template) if method == "pretrain" else rows_of(path, with_template, method)
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo", "kto", "reward"])
+def test_a_template_that_renders_past_turns_otherwise_hides_the_answer(
+    jsonl: Write, tmp_path: Path, method: str
+) -> None:
+    numbered = CHATML.replace("message.role +", "message.role ~ messages | length ~")
+    tokenizer = saved(byte_level(numbered), tmp_path / "numbered")
+    with pytest.raises(JobFileError, match="renders turn 2 otherwise .* can't be told which tokens are the answer's"):
+        rows_of(jsonl(KTO if method == "kto" else PAIR), tokenizer, method)
 
 
 def test_learned_masks_are_booleans_in_the_store(jsonl: Write) -> None:

@@ -13,14 +13,17 @@ from transformers import PreTrainedTokenizerBase
 
 from veomni_core.errors import JobFileError
 from veomni_trainer.data.corpus import Corpus, read_corpus
+from veomni_trainer.data.documents import Example
 from veomni_trainer.data.read import read_documents
 from veomni_trainer.data.reading import Reading
 from veomni_trainer.data.rows import check_answers, read_rows
-from veomni_trainer.data.tokens import load_tokenizer
+from veomni_trainer.data.tokens import PretrainedTokenizer, load_tokenizer
 from veomni_trainer.job.data_section import DataSection
+from veomni_trainer.job.load import parse_job
 from veomni_trainer.job.source_keys import Source
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.run.dry_run import dry_run
+from veomni_trainer.setup.trl_arguments import trl_tokenizer
 
 Write = Callable[..., Path]
 CHAT = [{"role": "user", "content": "What is the weather?"}, {"role": "assistant", "content": "It is sunny"}]
@@ -238,6 +241,35 @@ def test_texts_begin_and_end_as_the_tokenizer_states(tmp_path: Path, jsonl: Writ
     texts, learned, reading = read(jsonl(PAIR), saved(_with_beginning(tokenizer), tmp_path / "tokenizer"))
     assert (texts, learned) == (["<|im_start|>What is it? a fox<|im_end|>"], ["a fox<|im_end|>"])
     assert reading.ends == {str(tokenizer.eos_token_id): 1}
+
+
+def _trl_tokenizer(method: str, tokenizer: PretrainedTokenizer, **data: str) -> Any:
+    train = {"output_dir": "run", "steps": 1, "batch_size": 2, "method": method}
+    model, data = {"config": {"model_type": "llama"}}, {"files": "x", "sequence_length": 8, **data}  # type: ignore[dict-item]
+    return trl_tokenizer(parse_job({"model": model, "data": data, "train": train}), tokenizer)
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_methods_of_trl_have_the_same_tokens(tmp_path: Path, is_fast: bool) -> None:
+    """Also of a tokenizer that puts its end behind a text; a classifier keeps that."""
+    from tokenizers import processors
+    from transformers import ByT5Tokenizer
+
+    tokenizer: Any = byte_level() if is_fast else ByT5Tokenizer()
+    end = tokenizer.eos_token_id
+    if is_fast:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", end)]
+        )
+    loaded, before = PretrainedTokenizer(tokenizer, end), tokenizer.encode("a fox")
+    ids = loaded.encode([Example("a fox")])[0].ids.tolist()
+    for method in ("dpo", "kto", "reward", "classify"):
+        own = _trl_tokenizer(method, loaded)
+        assert own.encode("a fox") == (before if method == "classify" else ids[:-1])
+        assert method == "classify" or own.encode("a fox" + own.eos_token) == ids
+    written = PretrainedTokenizer(tokenizer, tokenizer.pad_token_id)
+    assert _trl_tokenizer("dpo", written, end_of_document=tokenizer.pad_token).eos_token == tokenizer.pad_token
+    assert tokenizer.encode("a fox") == before
 
 
 @pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>"), (None, None)], ids=["ends", "just stops"])

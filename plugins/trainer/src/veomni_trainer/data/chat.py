@@ -82,13 +82,16 @@ class Chats:
 
         Raises:
             BadLine: the template refuses the chat.
-            Unreadable: it leaves out something that the assistant says, calls or thinks.
+            Unreadable: it leaves out something that the assistant says, calls or thinks, or it can't be told which
+                tokens are the answer's.
         """
         for message in prompt:
             message.excluded = True
         messages = [*prompt, *answer]
         before = self._render(prompt, tools, add_generation_prompt=True)
         text = self._render(messages, tools) if answer else before
+        if not text.startswith(before):
+            raise _unlike(len(messages), "the answer's. Write data.chat_template: one that renders both alike")
         _check_said(messages, [text.removeprefix(before)])
         for what in _not_rendered(messages, tools, text):
             self._left_out(what)
@@ -122,10 +125,7 @@ class Chats:
             before = self._render(messages[: number - 1], tools, add_generation_prompt=True)
             after = self._render(messages[:number], tools)
             if not (text.startswith(after) and after.startswith(before)):
-                raise Unreadable(
-                    f"the chat template renders turn {number} otherwise when it is asked for and when it is past, so "
-                    f"it can't be told which tokens are the assistant's. {_WHAT_TO_DO}"
-                )
+                raise _unlike(number, f"the assistant's. {_WHAT_TO_DO}")
             spans.append((len(before), len(after)))
         return text, spans
 
@@ -207,6 +207,13 @@ def _texts(value: Any) -> Iterator[str]:
         yield value
     for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _texts(each)
+
+
+def _unlike(number: int, whose: str) -> Unreadable:
+    return Unreadable(
+        f"the chat template renders turn {number} otherwise when it is asked for and when it is past, so it can't be "
+        f"told which tokens are {whose}"
+    )
 
 
 def _has(text: str, words: str) -> bool:

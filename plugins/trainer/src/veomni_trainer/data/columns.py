@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from veomni_trainer.data.prompts import verdict_in
 from veomni_trainer.data.reading import BadLine, Unreadable
 from veomni_trainer.data.tables import LIST, TEXT, TURNS, Row
 from veomni_trainer.job.source_keys import Columns
@@ -15,7 +16,8 @@ _LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 _MEDIA = {"images": ("images", "image"), "videos": ("videos", "video"), "audios": ("audios", "audio")}
 _NOT_TEXT = tuple(name for names in _MEDIA.values() for name in names)
 _INPUTS, _SYSTEMS = ("input", "context"), ("system", "system_prompt")
-_BESIDE_PROMPTS = ("label", "history", *_INPUTS, *_SYSTEMS)
+_BESIDE_CHATS = ("label", "history", *_SYSTEMS)
+_BESIDE_PROMPTS = (*_BESIDE_CHATS, *_INPUTS)
 
 
 def find_columns(columns: Mapping[str, str], may_have_more: bool) -> Columns:
@@ -109,7 +111,8 @@ def names_of(columns: Columns) -> list[str]:
 
 def unread_that_matter(columns: Columns, there: Iterable[str]) -> list[str]:
     """The columns beside those that are read which say what a row is about, or what it is worth."""
-    beside = _BESIDE_PROMPTS if columns.prompt is not None else ()
+    is_chat = columns.text is None and columns.input_ids is None
+    beside = _BESIDE_PROMPTS if columns.prompt is not None else _BESIDE_CHATS if is_chat else ()
     read = names_of(columns)
     return [name for name in (*_NOT_TEXT, *beside) if name in there and name not in read]
 
@@ -124,15 +127,16 @@ def check_unread(row: Row, columns: Columns, no_media: str) -> None:
         value = row[name]
         if name in _NOT_TEXT and value:
             raise BadLine(f"column {name!r} is not empty, and {no_media}")
-        if name == "label" and columns.completion and isinstance(value, (bool, int)) and not value:
+        if name == "label" and (columns.completion or columns.messages) and verdict_in(value) is False:
             raise BadLine(
                 "column 'label' says that the completion is not wanted, and all completions are learned; "
                 "train.method: kto learns from such rows"
             )
         if name in _BESIDE_PROMPTS and name != "label" and value:
+            where, key = ("column of the prompt", "input (or system)") if columns.prompt else ("turns", "system")
             raise BadLine(
-                f"column {name!r} belongs to the prompt and is not read; join it to the column of the prompt, or name "
-                "it as data.columns.input (or system)"
+                f"column {name!r} belongs to the prompt and is not read; join it to the {where}, or name it as "
+                f"data.columns.{key}"
             )
 
 

@@ -108,6 +108,7 @@ def words_of(message: Mapping[str, Any]) -> str:
 def _message(turn: Any, where: str, no_media: str) -> Message:
     if not isinstance(turn, Mapping):
         raise BadLine(f"{where} must be a mapping, got {shown(turn)}")
+    check_characters("".join(map(str, turn)), f"a key of {where}")
     turn = {key: value for key, value in turn.items() if value is not None}
     if "role" in turn:
         role, content, roles = turn.pop("role"), turn.pop("content", None), {role: role for role in _ROLES}

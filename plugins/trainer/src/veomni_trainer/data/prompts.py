@@ -59,6 +59,7 @@ class PromptReader:
         if prompt is None:
             if len(names) == 1 or kinds != {str}:
                 raise BadLine("no prompt: there is no column of prompts, and no turn before the assistant's")
+            self._refuse_system(row, "join it to the answers")
             return _shared(answers)
         if isinstance(prompt, list) or list in kinds:
             prompt = prompt if isinstance(prompt, list) else self._asked(row, prompt)
@@ -73,9 +74,11 @@ class PromptReader:
         """The prompt alone, as text or as turns."""
         name = str(self._columns.prompt)
         said = self._said(row, name, learned=False)
-        if isinstance(said, list):
-            return self._with_system(row, said)
         more = _optional(row, self._columns.input)
+        if isinstance(said, list):
+            if more:
+                raise BadLine(f"column {self._columns.input!r} is not empty, and turns have no place for it")
+            return self._with_system(row, said)
         if self.form == "alpaca":
             parts = {"Instruction": said, **({"Input": more} if more else {}), "Response": ""}
             said = "\n\n".join(f"### {heading}:\n{text}" for heading, text in parts.items())
@@ -84,12 +87,12 @@ class PromptReader:
         if self.form == "chat":
             self.check_template(name)
             return self._asked(row, said)
-        if _optional(row, self._columns.system):
-            raise BadLine(
-                f"column {self._columns.system!r} is not empty, and a prompt of text has no place for it; write "
-                "data.prompt_format: chat"
-            )
+        self._refuse_system(row, "write data.prompt_format: chat")
         return said
+
+    def _refuse_system(self, row: Row, instead: str) -> None:
+        if _optional(row, name := self._columns.system):
+            raise BadLine(f"column {name!r} is not empty, and a prompt of text has no place for it; {instead}")
 
     def _within(self, row: Row, prompt: Said | None, answers: Mapping[str, Said]) -> tuple[Said, dict[str, Said]]:
         """Of answers that are whole chats: the turns that they share, and what is left of each."""
@@ -167,10 +170,14 @@ def text_of(row: Row, name: str) -> str:
 def verdict_of(row: Row, name: str) -> bool:
     """Whether the row's completion is wanted. Raises BadLine if the column holds neither true nor false."""
     value = value_of(row, name)
-    verdict = _VERDICTS.get(str(value).lower()) if isinstance(value, (bool, int, str)) else None
-    if verdict is None:
+    if (verdict := verdict_in(value)) is None:
         raise BadLine(f"column {name!r} must be true or false, got {shown(value)}")
     return verdict
+
+
+def verdict_in(value: Any) -> bool | None:
+    """What a label says of a completion: whether it is wanted; ``None`` if it says something else."""
+    return _VERDICTS.get(str(value).lower()) if isinstance(value, (bool, int, str)) else None
 
 
 def class_of(row: Row, name: str) -> str:

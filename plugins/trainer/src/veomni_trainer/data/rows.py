@@ -21,7 +21,7 @@ from veomni_trainer.data.media.processor import MediaProcessor
 from veomni_trainer.data.media.sources import Medium
 from veomni_trainer.data.messages import ASSISTANT, Message, check_characters, read_tools, words_of
 from veomni_trainer.data.prompts import Said, class_of, text_of, verdict_of
-from veomni_trainer.data.reading import BadLine, BadMedia, Reading
+from veomni_trainer.data.reading import BadLine, BadMedia, Reading, Unreadable
 from veomni_trainer.data.source_reader import SourceReader
 from veomni_trainer.data.tables import Row
 from veomni_trainer.data.tokens import Tokenizer
@@ -32,6 +32,8 @@ from veomni_trainer.job.train_section import TrainSection
 TOOLS, IMAGES = "tools", "images"
 _KEY = "data.files"
 _ANSWERS = (*PAIRS[1:], "completion")
+# What TRL calls a reward with, beside the row's other columns.
+_ARGUMENTS = ("prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 _WHAT = {PAIRS: "preference pairs", PROMPTS: "prompts"}
 
 
@@ -58,10 +60,11 @@ def read_rows(source: Source, tokenizer: Tokenizer, train: TrainSection) -> Corp
             )
     try:
         dataset = _dataset(columns, reading.media)
-    except (ArrowInvalid, ArrowTypeError) as error:
+    except (ArrowInvalid, ArrowTypeError, OverflowError) as error:
+        large = "an integer of more than 64 bits; write it as text"
+        kinds = large if isinstance(error, OverflowError) else "values of several kinds"
         raise JobFileError(
-            f"{_KEY}: the rows of {source.files} don't fit into one table, since a column holds values of several "
-            f"kinds: {error}"
+            f"{_KEY}: the rows of {source.files} don't fit into one table, since a column holds {kinds}: {error}"
         ) from None
     repeated = train.drawn.num_generations if train.drawn else 1
     what = _WHAT.get(train.columns) or ("labelled texts" if train.method == "classify" else "judged completions")
@@ -192,7 +195,9 @@ class _RowReader(SourceReader[dict[str, Any]]):
         super().__init__(source, tokenizer, reading, tokenizer.no_media if train.takes_images else text_alone)
         self._wanted, self._needs = train.columns, ", ".join(train.columns)
         self._classifies, self._draws = train.method == "classify", train.columns == PROMPTS
-        self._written = None if self._classifies else self._written
+        if self._written is not None and "label" in self._wanted:
+            self._written = self._written.model_copy(update={"label": self._written.label or "label"})
+        self._first: tuple[bool, str] | None = None  # whether the first row is a chat, and where it is
         self._images_alone = f"train.method: {train.method} takes images in prompts alone, by TRL's trainer"
 
     def _begin(self, there: Mapping[str, str], has_schema: bool) -> list[str]:
@@ -234,7 +239,7 @@ class _RowReader(SourceReader[dict[str, Any]]):
             prompt, images = self._with_images(row, columns, prompt, said)
             read = {"prompt": _plain(prompt), **{name: _plain(each) for name, each in said.items()}}
             if "label" in self._wanted:
-                read["label"] = verdict_of(row, columns.label or "label")
+                read["label"] = verdict_of(row, str(columns.label))
             tools = read_tools(row.get(columns.tools or TOOLS))
             if tools and images:
                 raise BadLine("TRL renders no tools beside images; leave the column 'tools' out")
@@ -245,12 +250,28 @@ class _RowReader(SourceReader[dict[str, Any]]):
                     assert not isinstance(answer, str)
                     self._chats.check(prompt, answer, tools)
         words = json.dumps([read, tools], ensure_ascii=False)
-        check_characters(words, "the row")
+        check_characters(json.dumps(row, ensure_ascii=False, default=str) if self._draws else words, "the row")
         if self._processor is not None:
             self._processor.check_words(words)
+        if not self._classifies:
+            self._check_form(isinstance(read["prompt"], list), origin)
         if images is not None:
             read[IMAGES] = [{"path": each.path, "data": each.data} for each in images]
-        return {**row, **read} if self._draws else {**read, **({TOOLS: tools} if tools else {})}
+        if not self._draws:
+            return {**read, **({TOOLS: tools} if tools else {})}
+        if taken := [name for name in ("prompt", *_ARGUMENTS) if name in row and name != columns.prompt]:
+            raise Unreadable(
+                f"column {taken[0]!r} would not reach the reward: TRL calls that with {', '.join(_ARGUMENTS)} of its "
+                "own, and with what is read as the prompt. Give the column another name"
+            )
+        return {**{name: value for name, value in row.items() if name not in _ARGUMENTS}, **read}
+
+    def _check_form(self, is_chat: bool, origin: str) -> None:
+        """Raise BadLine unless the row is text, or a chat, as the first one is: TRL looks at that alone."""
+        self._first = self._first or (is_chat, origin)
+        if is_chat != self._first[0]:
+            here, there = ("a chat", "text") if is_chat else ("text", "a chat")
+            raise BadLine(f"the row is {here}, and the first one ({self._first[1]}) is {there}; write all in one form")
 
     def _with_images(
         self, row: Row, columns: Columns, prompt: Said, answers: Mapping[str, Said]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from veomni_core.commands import shown
+from veomni_trainer.data.messages import check_characters
 from veomni_trainer.data.reading import BadLine, Unreadable
 from veomni_trainer.data.text import read_lines, read_text
 
@@ -78,7 +79,7 @@ class JsonTable(JsonLinesTable):
 
     def rows(self, names: Collection[str]) -> Iterator[tuple[int, Row | BadLine]]:
         for number, row in enumerate(self._rows, start=1):
-            yield number, row if isinstance(row, dict) else BadLine(f"must be an object, got {shown(row)}")
+            yield number, _as_row(row, "be")
 
     @cached_property
     def _rows(self) -> list[Any]:
@@ -211,7 +212,17 @@ def _parse_object(line: str) -> Row | BadLine:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         return BadLine(f"not JSON: {_where(error)}")
-    return value if isinstance(value, dict) else BadLine(f"must hold an object, got {shown(value)}")
+    return _as_row(value, "hold")
+
+
+def _as_row(value: Any, must: str) -> Row | BadLine:
+    if not isinstance(value, dict):
+        return BadLine(f"must {must} an object, got {shown(value)}")
+    try:
+        check_characters("".join(value), "the name of a column")
+    except BadLine as problem:
+        return problem
+    return value
 
 
 def _where(error: Exception) -> str:

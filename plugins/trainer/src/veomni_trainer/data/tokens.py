@@ -86,7 +86,7 @@ class PretrainedTokenizer:
         self.has_offsets = tokenizer.is_fast
         self.chats = tokenizer if tokenizer.chat_template else None
         self._dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
-        self._beginning = np.asarray(_beginning(tokenizer), self._dtype)
+        self._beginning = np.asarray(added_tokens(tokenizer)[0], self._dtype)
         self._special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), end}
 
     @cached_property
@@ -227,13 +227,13 @@ def _end_of_document(tokenizer: PreTrainedTokenizerBase, name: str, wanted: str 
     )
 
 
-def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that the tokenizer puts before a text, such as ``<s>``. Those after it are :attr:`Tokenizer.end`'s."""
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The tokens that the tokenizer puts before a text, such as ``<s>``, and after it."""
     alone: Any = tokenizer("a", add_special_tokens=False, return_attention_mask=False)
     whole: Any = tokenizer("a", return_attention_mask=False)
     ids, inside = whole["input_ids"], alone["input_ids"]
-    starts = (at for at in range(len(ids)) if ids[at : at + len(inside)] == inside)
-    return ids[: next(starts, 0)]
+    start = next((at for at in range(len(ids)) if ids[at : at + len(inside)] == inside), None)
+    return ([], []) if start is None else (ids[:start], ids[start + len(inside) :])
 
 
 def _end_in(document: Document, ends: Collection[int]) -> int | None:

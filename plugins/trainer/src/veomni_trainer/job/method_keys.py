@@ -68,6 +68,15 @@ class DrawnKeys(Section):
         """The functions, as a list."""
         return [self.reward] if isinstance(self.reward, str) else self.reward
 
+    @model_validator(mode="after")
+    def _rewards_can_be_told_apart(self) -> Self:
+        names = [each.rpartition(":")[2] for each in self.rewards]
+        if not names:
+            raise ValueError("reward is an empty list; name a function that judges a completion")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"reward names {twice[0]} twice, and metrics have one figure of that name; rename one")
+        return self
+
 
 class GrpoKeys(DrawnKeys):
     """Settings of group relative policy optimization; defaults are TRL's."""

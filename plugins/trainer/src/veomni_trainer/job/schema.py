@@ -153,6 +153,12 @@ class Job(Section):
                 "data.packing": data.packing,
                 "data.sources": data.sources,
                 "data.validation_fraction or validation_files": data.validates,
+                "data.loss_on: all": data.loss_on == "all",
+            }
+        if method == "classify":
+            untested |= {
+                "data.columns (name the columns in train.classify)": data.columns,
+                "data.prompt_format": data.prompt_format,
             }
         if set_ := [key for key, value in untested.items() if value]:
             raise ValueError(f"train.method: {method} does not go with {' and '.join(set_)}; leave that out")

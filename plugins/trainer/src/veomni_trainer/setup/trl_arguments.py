@@ -8,18 +8,20 @@ import importlib.util
 import math
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets.utils.logging import disable_progress_bar, set_verbosity_error
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from veomni_core import OpsConfig, binding_of
 from veomni_core.errors import ConfigError, JobFileError, TrainingDivergedError
 from veomni_trainer.data.method_inputs import MethodInputs
-from veomni_trainer.data.tokens import Tokenizer
+from veomni_trainer.data.tokens import Tokenizer, added_tokens
 from veomni_trainer.job.method_packages import orpo
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
@@ -53,6 +55,8 @@ def check_method(job: Job, tokenizer: Tokenizer, processes: int) -> None:
 def trl_tokenizer(job: Job, tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
     """A copy of the job's tokenizer for TRL, which sets its padding; its end of sequence is the job's end of document.
 
+    It puts nothing after a text, but for classifiers: TRL adds the end itself, and a prompt has none.
+
     Raises:
         ConfigError: the job's tokenizer is ``bytes``.
     """
@@ -62,9 +66,27 @@ def trl_tokenizer(job: Job, tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
             "the path of one"
         )
     own = copy.deepcopy(tokenizer.pretrained)
-    if own.eos_token is None:
+    if own.eos_token is None or (job.data.end_of_document is not None and job.train.drawn is None):
         own.eos_token = own.convert_ids_to_tokens(tokenizer.end)
+    before, after = added_tokens(own)
+    if after and job.train.method != "classify":
+        _put_before(own, before)
     return own
+
+
+def _put_before(own: Any, ids: list[int]) -> None:
+    """Have the tokenizer put the tokens ``ids`` before a text, and nothing after it."""
+    if own.is_fast:
+        tokens = own.convert_ids_to_tokens(ids)
+        own.backend_tokenizer.post_processor = TemplateProcessing(
+            single=[*tokens, "$A"], special_tokens=[*zip(tokens, ids, strict=True)]
+        )
+    else:
+        own.build_inputs_with_special_tokens = partial(_joined, ids)
+
+
+def _joined(before: list[int], text: list[int], more: list[int] | None = None) -> list[int]:
+    return [*before, *text, *(more or ())]
 
 
 def trl_config(train: TrainSection, sequence_length: int) -> tuple[type, dict[str, Any]]:
