@@ -243,10 +243,13 @@ def test_texts_begin_and_end_as_the_tokenizer_states(tmp_path: Path, jsonl: Writ
     assert reading.ends == {str(tokenizer.eos_token_id): 1}
 
 
-def _trl_tokenizer(method: str, tokenizer: PretrainedTokenizer, **data: str) -> Any:
-    train = {"output_dir": "run", "steps": 1, "batch_size": 2, "method": method}
-    model, data = {"config": {"model_type": "llama"}}, {"files": "x", "sequence_length": 8, **data}  # type: ignore[dict-item]
-    return trl_tokenizer(parse_job({"model": model, "data": data, "train": train}), tokenizer)
+def _trl_tokenizer(method: str, tokenizer: PretrainedTokenizer, **keys: str) -> Any:
+    job = {
+        "model": {"config": {"model_type": "llama"}},
+        "data": {"files": "x", "sequence_length": 8, **keys},
+        "train": {"output_dir": "run", "steps": 1, "batch_size": 2, "method": method},
+    }
+    return trl_tokenizer(parse_job(job), tokenizer)
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
