@@ -110,7 +110,7 @@ def run(tmp_path: Path) -> Path:
 def moe_data(job_data: dict[str, Any], qwen3_moe: dict[str, Any]) -> dict[str, Any]:
     """The same job with a tiny mixture of experts, accumulating gradients."""
     job_data["model"]["config"] = qwen3_moe
-    job_data["train"] |= {"steps": 6, "gradient_accumulation": 2, "warmup": 1}
+    job_data["train"] |= {"steps": 6, "gradient_accumulation": 2, "warmup": 2}
     return job_data
 
 
