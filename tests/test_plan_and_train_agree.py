@@ -69,7 +69,10 @@ BAD = {
     "no data": (changed(data=REMOVED), "data: is missing"),
     "a word for a number": (changed(train__steps="sixty"), "train.steps: must be an integer, got 'sixty' (text)"),
     "two problems": (changed(train__steps=0, model__dtype="fp8"), "2 problems"),
-    "sections that contradict each other": (changed(train__warmup=5), "train.warmup is 5 steps, but train.steps is 1"),
+    "sections that contradict each other": (
+        changed(train__warmup=5),
+        "train.warmup: 5 is as long as the training or longer, and train.steps gives 1",
+    ),
     "autocast over weights of 16 bits": (
         changed(model__dtype="bfloat16", train__precision="bf16_mixed"),
         "model.dtype is bfloat16, but train.precision: bf16_mixed trains float32 weights",
@@ -163,7 +166,10 @@ CHANGES = {
     "no YAML": ("data.files=[a", "--set data.files, line 1"),
     "a wrong type": ("train.steps=many", "train.steps: must be an integer, got 'many' (text)"),
     "a dtype": ("model.dtype=fp8", "model.dtype: must be 'float32', 'bfloat16' or 'float16'"),
-    "sections that contradict each other": ("train.warmup=5", "train.warmup is 5 steps, but train.steps is 1"),
+    "sections that contradict each other": (
+        "train.warmup=5",
+        "train.warmup: 5 is as long as the training or longer, and train.steps gives 1",
+    ),
     "a kernel for other hardware": ("model.ops_implementation.rms_norm_implementation=npu", "npu can't run here"),
     "a device": ("train.device=gpu", "got 'gpu' (text). Did you mean 'cuda'?"),
 }

@@ -262,7 +262,7 @@ def test_ctrl_c_stops_the_eager_run_too_and_both_are_resumed(
 def test_export_writes_a_runs_last_weights(
     moe_data: dict[str, Any], train: Callable[..., bool], run: Path, tmp_path: Path
 ) -> None:
-    train(moe_data, "train.steps=2", "train.save_every=1", "train.export=true")
+    train(moe_data, "train.steps=2", "train.warmup=1", "train.save_every=1", "train.export=true")
     result = CliRunner().invoke(build_app(), ["export", str(run), str(tmp_path / "out")])
     start = f"{run / 'checkpoint-2'} -> {tmp_path / 'out'}: it ends at 256; the same logits as the trained model's, to "
     assert result.exit_code == 0 and result.stdout.startswith(start)

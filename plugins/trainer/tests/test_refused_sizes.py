@@ -130,7 +130,7 @@ def test_a_plan_is_made_for_the_sizes(moe_data: dict[str, Any], write_job: Write
 
 @pytest.mark.thorough
 def test_a_checkpoint_of_one_process_is_no_start_for_shards(moe_data: dict[str, Any], train: Train) -> None:
-    train(moe_data, "train.steps=2")
+    train(moe_data, "train.steps=2", "train.warmup=1")
     with pytest.raises(CheckpointError, match=r"was not written by a sharded job.*model\.weights of a new job"):
         train(moe_data, "train.fsdp_size=2", resume=True)
 
