@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from veomni_liger import chunks, cross_entropy_loss, moe_experts, rotary_pos_emb
+from veomni_liger import cross_entropy_loss, moe_experts, rotary_pos_emb
 from veomni_ops import cross_entropy_loss as loss_reference
+from veomni_ops import head_chunks
 from veomni_ops import moe_experts as experts_reference
 from veomni_ops import rotary_pos_emb as rotary_reference
 
@@ -77,7 +78,7 @@ def test_a_rotation_is_computed_in_the_wider_dtype_of_heads_and_angles(heads, an
 
 def test_a_weights_gradient_in_float16_is_summed_where_it_cannot_overflow(monkeypatch):
     """Half of the tokens have one label, and hidden states of 800: their sum is above 65504, their mean is not."""
-    monkeypatch.setattr(chunks, "LOGITS_BYTES", 1)  # two chunks
+    monkeypatch.setattr(head_chunks, "LOGITS_BYTES", 1)  # two chunks
     tokens, scale = 256, 64.0
     torch.manual_seed(0)
     hidden, weight, labels = torch.randn(tokens, 16), torch.randn(8, 16) * 1e-3, torch.randint(0, 8, (tokens,))

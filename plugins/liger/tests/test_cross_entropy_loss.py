@@ -6,7 +6,8 @@ import pytest
 import torch
 from small_inputs import DEVICE, labels_of, leaf
 
-from veomni_liger import chunks, cross_entropy_loss
+from veomni_liger import cross_entropy_loss
+from veomni_ops import head_chunks
 
 
 @pytest.mark.parametrize("label", [50, -1])
@@ -37,7 +38,7 @@ def test_chunks_of_tokens_add_up_to_all_at_once(monkeypatch):
     tensors, labels = (leaf(300, 8), leaf(11, 8), leaf(11)), labels_of(300, 11)
     found = []
     for logits in (1 << 30, 1):  # one chunk, and two of 128 tokens and one of 44
-        monkeypatch.setattr(chunks, "LOGITS_BYTES", logits)
+        monkeypatch.setattr(head_chunks, "LOGITS_BYTES", logits)
         loss = cross_entropy_loss.causal(tensors[0], tensors[1], labels, tensors[2])
         found.append((loss, *torch.autograd.grad(loss, tensors)))
     torch.testing.assert_close(*found)
