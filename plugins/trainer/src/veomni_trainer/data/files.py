@@ -15,7 +15,7 @@ from veomni_trainer.job.source_keys import Source
 from veomni_transformers.jobs.hub_snapshots import is_hub_id, nearest, pinned
 
 TEXT, DATASET, HUB = "text", "dataset", "hub"
-COMPRESSED = (".gz", ".bz2", ".zst")
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 _FORMATS = {
     **{".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv"},
     **{".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"},
@@ -41,12 +41,14 @@ class FoundFile:
         entry: what the job names: this file, or a folder or glob that it was found by.
         named: whether the job names it itself. Then it must be readable; others are left out if they hold no text.
         format: one of the job's formats, or ``None`` if its suffix names something else.
+        separator: the character between two values that a data set of the Hub states.
     """
 
     path: Path
     entry: str
     named: bool
     format: str | None
+    separator: str | None = None
 
 
 def find_files(source: Source, reading: Reading) -> list[FoundFile]:

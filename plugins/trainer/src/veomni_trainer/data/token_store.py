@@ -30,7 +30,7 @@ from veomni_trainer.data.media.rows import MediaChat
 from veomni_trainer.data.reading import Reading
 
 _IDS, _ENDS, _LEARNED, _INDEX = "ids.bin", "ends.bin", "learned.bin", "index.json"
-_FORMAT = 5  # of the stored files; with another number, older ones are not looked at
+_FORMAT = 6  # of the stored files; with another number, older ones are not looked at
 _BLOCK = 2**20  # so many tokens, or bytes, are written or hashed at once
 
 
