@@ -57,7 +57,7 @@ def check_names(model_class: Any, config: Any, path: Path, trust: bool, new_head
     whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if getattr(config, "quantization_config", None) or not (whole.is_file() or index.is_file()):
         return
-    tensors = {}
+    tensors: dict[str, list[int]] = {}
     for file in [whole] if whole.is_file() else _files_in(index):
         with safe_open(file, "pt") as opened:
             tensors |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
