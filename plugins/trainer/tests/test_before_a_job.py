@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import yaml
 from typer.testing import CliRunner
 
 from veomni_core.cli.app import build_app
-from veomni_core.errors import ConfigError, JobFileError, UnknownNameError, VeOmniError
+from veomni_core.errors import CheckpointError, ConfigError, HostError, JobFileError, UnknownNameError, VeOmniError
 from veomni_trainer.job.json_schema import job_schema
 from veomni_trainer.job.load import load_job
 from veomni_trainer.job.new_job import new_job
+from veomni_trainer.output.folder import locked
 from veomni_trainer.run.dry_run import dry_run
 
 WriteJob = Callable[[dict[str, Any]], Path]
@@ -82,6 +84,55 @@ def test_a_dry_run_refuses_what_training_refuses(job_data: dict[str, Any], write
             data[section] |= keys
         with pytest.raises(error, match=message):
             dry_run(load_job(write_job(data)))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_hidden_layers": 3}, r"missing keys: model\.layers\.2\.input_layernorm\.weight, .* and 4 more"),
+        ({"num_hidden_layers": 1}, r"unexpected keys: model\.layers\.1\."),
+        ({"attention_bias": True}, r"missing keys: model\.layers\.0\.self_attn\.k_proj\.bias"),
+        ({"intermediate_size": 56}, "mismatched keys: "),
+    ],
+)
+def test_weights_of_another_config_are_refused_alike(
+    job_data: dict[str, Any],
+    write_job: WriteJob,
+    train: Callable[..., bool],
+    pretrained: Path,
+    tmp_path: Path,
+    change: dict[str, Any],
+    says: str,
+) -> None:
+    folder = shutil.copytree(pretrained / "llama", tmp_path / "weights")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | change), encoding="utf-8")
+    job_data["model"] = {"weights": str(folder), "ops_implementation": {"preset": "eager"}}
+    with pytest.raises(CheckpointError, match=says) as looked:
+        dry_run(load_job(write_job(job_data)))
+    with pytest.raises(CheckpointError) as trained:
+        train(job_data)
+    assert str(looked.value) == str(trained.value)
+
+
+def test_a_folder_that_can_not_be_written_is_refused_by_a_dry_run(
+    job_data: dict[str, Any], write_job: WriteJob, run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "at all")
+    for path, says in {
+        "file": "is a file; name a folder",
+        "file/run": "leads through the file",
+        "link": "can't be written: ",
+        "/proc/veomni/run": "can't be written: ",
+    }.items():
+        job_data["train"]["output_dir"] = str(tmp_path / path)
+        with pytest.raises(VeOmniError, match=f"train.output_dir: .*{says}"):
+            dry_run(load_job(write_job(job_data)), overwrite=True)
+    job_data["train"]["output_dir"] = str(run)
+    with locked(run), pytest.raises(HostError, match="another job is writing to"):
+        dry_run(load_job(write_job(job_data)))
+    assert not run.exists()
 
 
 @pytest.mark.thorough

@@ -143,7 +143,7 @@ def test_bad_tokenizers_are_named(tmp_path: Path) -> None:
     with pytest.raises(JobFileError, match="it has none of the usual ones"):
         load_tokenizer(str(_tokenizer_file(tmp_path)))
     with pytest.raises(JobFileError, match=r"has no token '<eoss>'. Did you mean '<eos>'\?"):
-        load_tokenizer(str(_tokenizer_file(tmp_path)), "<eoss>")
+        load_tokenizer(str(_tokenizer_file(tmp_path, "<eos>")), "<eoss>")
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(JobFileError, match=r"is not a tokenizer\.json"):
         load_tokenizer(str(tmp_path))

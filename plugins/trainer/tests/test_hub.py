@@ -75,7 +75,7 @@ def test_a_job_of_ids_trains_and_its_record_has_the_commits(
     written = yaml.safe_load((run / "job.yaml").read_text(encoding="utf-8"))
     assert written["model"]["weights"] == f"acme/tiny@{COMMIT}"
     assert written["data"]["files"] == f"acme/rows@{COMMIT}"
-    assert "1 hub: 30 documents, prompts in column 'prompt'" in capsys.readouterr().out
+    assert "1 jsonl: 30 documents, prompts in column 'prompt'" in capsys.readouterr().out
     assert [each["key"] for each in json.loads((run / "data.json").read_text())] == [
         "data.files",
         "data.validation_split",

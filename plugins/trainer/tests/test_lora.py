@@ -226,6 +226,9 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         "lora.target_parameters: the model has no 'mlp.experts.down'.",
     ),
     "one of several": (["lora.modules_to_save=[lm_head, hd]"], "lora.modules_to_save: the model has no 'hd'."),
+    "no expression": (["lora.target_modules='*'"], "lora.target_modules: '*' is no regular expression: nothing to rep"),
+    "no expression of none": (["lora.exclude_modules='('"], "lora.exclude_modules: '(' is no regular expression: "),
+    "a rank above every width": (["lora.rank=1000000000"], "lora.rank: 1,000,000,000 is above 64, the model's largest"),
     "an expression of nothing": (["lora.target_modules=.*_prj"], "lora: Target modules"),
     "a glob of frozen parameters": (
         ["train.parameter_groups=[{match: model.norm.weight, weight_decay: 0}]"],

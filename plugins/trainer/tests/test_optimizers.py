@@ -60,6 +60,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "both lengths": ({"epochs": 1}, "train: needs either steps or epochs, and not both"),
     "a warm-up of half a step": ({"warmup": 1.5}, "train.warmup: must be an integer or less than 1, got 1.5"),
+    "a text for a number": (
+        {"optimizer": {"name": "adamw_torch", "eps": "small"}},
+        "train.optimizer: adamw_torch can't be made with these options: '<=' not supported",
+    ),
+    "a number for a pair": (
+        {"optimizer": {"name": "muon", "betas": 0.9}},
+        "train.optimizer: muon can't be made with these options: ",
+    ),
+    "a text for a switch": (
+        {"optimizer": {"name": "sgd", "momentum": "9e-1", "nesterov": "yes"}},
+        "train.optimizer.nesterov: sgd takes such as False for it, got 'yes' (text)",
+    ),
+    "clipping to nothing": ({"max_grad_norm": 0}, "train.max_grad_norm: must be above 0; off leaves gradients as"),
     "a glob of nothing": (
         {"parameter_groups": [{"match": "model.nrm.weight", "weight_decay": 0}]},
         "'model.nrm.weight': no trained parameter has such a name. Did you mean 'model.norm.weight'?",
@@ -141,6 +154,14 @@ def test_what_is_checked_as_torch_s_adamw_is_trained_with_it(job_data: dict[str,
     kind, arguments = optimizer_for(train, torch.nn.Linear(2, 2))
     assert kind is torch.optim.AdamW and arguments["amsgrad"] is True
     assert list(optimizers._TORCH_ADAMW) == ["adamw_torch", "adamw_torch_fused"]
+
+
+def test_options_are_numbers_as_the_learning_rate_is(job_data: dict[str, Any]) -> None:
+    for name, options in {"adamw_torch": {"eps": "1e-8", "betas": ["9e-1", 0.99]}, "sgd": {"momentum": "9e-1"}}.items():
+        job_data["train"]["optimizer"] = {"name": name, **options}
+        train = parse_job(job_data).train
+        check_optimizer(train)
+        assert all(isinstance(each, (float, list)) for each in train.optimizer_options.values())
 
 
 def test_switched_off_survives_the_dump(job_data: dict[str, Any], tmp_path: Path) -> None:

@@ -192,6 +192,19 @@ def test_what_is_neither_text_nor_a_table_is_left_out_of_a_folder(tmp_path: Path
     )
 
 
+def test_links_that_are_not_followed_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    _jsonl(tmp_path / "a", PARTS)
+    (tmp_path / "a" / "up").symlink_to(tmp_path)
+    (tmp_path / "a" / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    for name, left_out in {"a": "1 linked folders (up), 1 broken links (gone.jsonl)", "a/*l": "1 broken links"}.items():
+        documents, reading = _read(tmp_path / name)
+        assert _texts(documents) == PARTS and f"left out: {left_out}" in reading.describe()
+    (tmp_path / "a" / "b" / "up").symlink_to(tmp_path)
+    with pytest.raises(JobFileError, match=r"no file in .*; folders that are linked, as .*up, must be named in data"):
+        _read(tmp_path / "a" / "b")
+
+
 def test_tables_among_text_files_are_the_user_s_to_decide(tmp_path: Path) -> None:
     _jsonl(tmp_path, ["a text"])
     (tmp_path / "README.md").write_text("about these rows", encoding="utf-8")

@@ -146,6 +146,30 @@ def test_tokenizers_of_every_format_are_loaded(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("files", "end"),
+    [
+        ({"config.json": {"eos_token_id": 2}}, "<|im_end|>"),
+        ({"config.json": {"text_config": {"eos_token_id": [2, 0]}}}, "<|im_end|>"),
+        ({"generation_config.json": {"eos_token_id": [999999, 2]}}, "<|im_end|>"),
+        (
+            {"special_tokens_map.json": {"eos_token": "<|im_start|>"}, "config.json": {"eos_token_id": 2}},
+            "<|im_start|>",
+        ),
+        ({"config.json": {"eos_token_id": None}}, "<|endoftext|>"),
+    ],
+)
+def test_the_end_that_is_stated_comes_before_a_usual_one(tmp_path: Path, files: dict[str, Any], end: str) -> None:
+    byte_level().backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        tokenizer = load_tokenizer(str(path))
+        assert tokenizer.pretrained and tokenizer.pretrained.convert_ids_to_tokens(tokenizer.end) == end
+    with pytest.raises(JobFileError, match=r"has no token '<nope>'\. Known: <\|endoftext\|>, <\|im_end\|>"):
+        load_tokenizer(str(tmp_path), "<nope>")
+
+
 def test_a_file_of_a_folder_is_the_tokenizer_of_that_folder(models: Path, tmp_path: Path) -> None:
     whole, file = load_tokenizer(str(models / "spoken")), load_tokenizer(str(models / "spoken" / "tokenizer.json"))
     assert whole.fingerprint == file.fingerprint

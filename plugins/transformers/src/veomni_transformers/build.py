@@ -33,7 +33,7 @@ from veomni_transformers.plugin_models import (
 from veomni_transformers.sharded_build import random_sharded_model, refuse_device, refuse_world
 from veomni_transformers.stored_layouts import refuse_divided, square_and_transposed, transpose
 from veomni_transformers.veomni_jobs import warn_of_removed_variables
-from veomni_transformers.weights import check_weights, load_resized, load_weights
+from veomni_transformers.weights import as_stored, check_names, check_weights, load_resized, load_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -208,6 +208,27 @@ def build_foundation_model(
     else:  # sharded or quantized since; the ranks have agreed above, before the weights were read
         apply_plan(model, plan, ops.registry, **options, agree=False)
     return model
+
+
+def check_fit(
+    config: Any,
+    path: Path,
+    *,
+    trust_remote_code: bool = False,
+    modeling: str | Path | None = None,
+    resize_embeddings: bool = False,
+    new_head: bool = False,
+) -> None:
+    """Raise CheckpointError if the folder's weights are damaged, or not those of the model, as their headers say.
+
+    The arguments are those of :func:`build_foundation_model`, which says it in the same words.
+    """
+    check_weights(path)
+    model_class, read = _class_and_config(copy.deepcopy(config), modeling)
+    skeleton = _skeleton(model_class, copy.deepcopy(read), torch.float32, trust_remote_code)
+    if not is_converted_by_plugin(skeleton, path):
+        stored = as_stored(read, path, trust_remote_code) if resize_embeddings else read
+        check_names(model_class, stored, path, trust_remote_code, new_head)
 
 
 def load_as_trained(

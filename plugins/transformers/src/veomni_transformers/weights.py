@@ -49,16 +49,41 @@ def _damage(file: Path) -> str:
         return f"is damaged or truncated ({error})"
 
 
+def check_names(model_class: Any, config: Any, path: Path, trust: bool, new_head: bool) -> None:
+    """Raise CheckpointError, as :func:`load_weights` does, if the tensors are not those of the model.
+
+    Reads the files' headers alone. What can't be loaded without values is left to :func:`load_weights`.
+    """
+    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if getattr(config, "quantization_config", None) or not (whole.is_file() or index.is_file()):
+        return
+    tensors: dict[str, list[int]] = {}
+    for file in [whole] if whole.is_file() else _files_in(index):
+        with safe_open(file, "pt") as opened:
+            tensors |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+    meta = torch.device("meta")
+    given = {"state_dict": {name: torch.empty(shape, device=meta) for name, shape in tensors.items()}}
+    try:
+        load_weights(model_class, config, path, torch.float32, meta, trust, given, new_head)
+    except CheckpointError as error:
+        if error.__cause__ is None:
+            raise
+
+
 def load_resized(model_class: Any, config: Any, path: Path, *others: Any) -> Any:
     """The weights in ``path`` with the number of embeddings that they have, resized to that of ``config``."""
-    stored = copy.deepcopy(config)
-    before = load_model_config(str(path), trust_remote_code=others[2]) if (path / "config.json").is_file() else config
-    words = before.get_text_config().vocab_size
-    stored.get_text_config().vocab_size = words
-    model = load_weights(model_class, stored, path, *others)
-    if words != config.get_text_config().vocab_size:
-        model.resize_token_embeddings(config.get_text_config().vocab_size)
+    model = load_weights(model_class, as_stored(config, path, others[2]), path, *others)
+    if model.config.get_text_config().vocab_size != (words := config.get_text_config().vocab_size):
+        model.resize_token_embeddings(words)
     return model
+
+
+def as_stored(config: Any, path: Path, trust: bool) -> Any:
+    """A copy of ``config`` with the number of embeddings of the weights in ``path``."""
+    stored = copy.deepcopy(config)
+    before = load_model_config(str(path), trust_remote_code=trust) if (path / "config.json").is_file() else config
+    stored.get_text_config().vocab_size = before.get_text_config().vocab_size
+    return stored
 
 
 def _holds_a_whole_around(path: Path, config: Any) -> bool:

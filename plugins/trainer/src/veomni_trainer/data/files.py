@@ -15,7 +15,7 @@ from veomni_trainer.job.source_keys import Source
 from veomni_transformers.jobs.hub_snapshots import is_hub_id, nearest, pinned
 
 TEXT, DATASET, HUB = "text", "dataset", "hub"
-COMPRESSED = (".gz", ".bz2", ".zst")
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 _FORMATS = {
     **{".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv"},
     **{".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"},
@@ -41,12 +41,14 @@ class FoundFile:
         entry: what the job names: this file, or a folder or glob that it was found by.
         named: whether the job names it itself. Then it must be readable; others are left out if they hold no text.
         format: one of the job's formats, or ``None`` if its suffix names something else.
+        separator: the character between two values that a data set of the Hub states.
     """
 
     path: Path
     entry: str
     named: bool
     format: str | None
+    separator: str | None = None
 
 
 def find_files(source: Source, reading: Reading) -> list[FoundFile]:
@@ -64,7 +66,7 @@ def find_files(source: Source, reading: Reading) -> list[FoundFile]:
             continue
         path = Path(entry)
         named = path.is_file() or is_saved_dataset(path)
-        for each in [path] if named else _search(entry, source.pattern, reading.key):
+        for each in [path] if named else _search(entry, source.pattern, reading):
             if not named and _is_hidden(each, path):
                 reading.skip_file(each, "hidden")
             elif each.resolve() in found:
@@ -104,25 +106,36 @@ def _suffix(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def _search(entry: str, pattern: str, key: str) -> list[Path]:
+def _search(entry: str, pattern: str, reading: Reading) -> list[Path]:
     if entry == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = [p for p in root.glob("**/*.py") if not _NOT_STDLIB & {*p.relative_to(root).parts}]
         return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
     if Path(entry).is_dir():
-        paths = sorted((path for path in Path(entry).glob(pattern) if path.is_file()), key=Path.as_posix)
+        found = sorted(Path(entry).glob(pattern), key=Path.as_posix)
+        paths = [path for path in found if path.is_file()]
+        linked = [path for path in Path(entry).rglob("*") if path.is_symlink() and path.is_dir()]
+        for each in linked if "**" in pattern else ():  # which may lead back up
+            reading.skip_file(each, "linked folders: name them in data.files too")
+        _leave_out_broken(found, reading)
         if not paths:
-            raise JobFileError(f"{key}: no file in {entry} matches data.pattern {pattern!r}")
+            also = f"; folders that are linked, as {linked[0]}, must be named in data.files" if linked else ""
+            raise JobFileError(f"{reading.key}: no file in {entry} matches data.pattern {pattern!r}{also}")
         return [*dict.fromkeys(_with_datasets_whole(paths, Path(entry)))]
     if glob.has_magic(entry):
-        paths = sorted(
-            (p for p in map(Path, glob.iglob(entry, recursive=True)) if p.is_file() or is_saved_dataset(p)),
-            key=Path.as_posix,
-        )
+        found = sorted(map(Path, glob.iglob(entry, recursive=True)), key=Path.as_posix)
+        paths = [path for path in found if path.is_file() or is_saved_dataset(path)]
+        _leave_out_broken(found, reading)
         if not paths:
-            raise JobFileError(f"{key}: no file matches {entry!r}")
+            raise JobFileError(f"{reading.key}: no file matches {entry!r}")
         return paths
-    raise JobFileError(f"{key}: there is no file or folder {entry}.{nearest(Path(entry), STDLIB)}")
+    raise JobFileError(f"{reading.key}: there is no file or folder {entry}.{nearest(Path(entry), STDLIB)}")
+
+
+def _leave_out_broken(paths: list[Path], reading: Reading) -> None:
+    for path in paths:
+        if path.is_symlink() and not path.exists():
+            reading.skip_file(path, "broken links")
 
 
 def _is_hidden(path: Path, folder: Path) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from veomni_core.commands import shown
 from veomni_trainer.data.messages import ASSISTANT, ONLY_TEXT, Message, check_characters, read_messages, words_of
 from veomni_trainer.data.reading import BadLine, Unreadable
-from veomni_trainer.data.tables import Row
+from veomni_trainer.data.tables import ClassNumber, Row
 from veomni_trainer.job.source_keys import Columns
 
 Said = str | list[Message]
@@ -183,6 +183,10 @@ def verdict_in(value: Any) -> bool | None:
 def class_of(row: Row, name: str) -> str:
     """The row's label as text. Raises BadLine if it is neither text, nor an integer, nor true or false."""
     value = value_of(row, name)
+    if isinstance(value, ClassNumber):
+        if not value.name:
+            raise BadLine(f"column {name!r} has {int(value)}, which is none of its classes")
+        return value.name
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int) or (isinstance(value, str) and value.strip()):

@@ -105,9 +105,7 @@ class SourceReader(ABC, Generic[Item]):
         for entry, found in groupby(files, lambda file: file.entry):
             before = self._reading.documents
             for file in found:
-                if file.format is not None:
-                    self._check_keys(file)
-                yield from self._file(file)
+                yield from self._found(file)
             if self._reading.documents == before:
                 what = "rows" if self._needs else "text"
                 raise JobFileError(f"{self._reading.key}: {entry} holds no {what}: {self._reading.describe()}")
@@ -123,10 +121,32 @@ class SourceReader(ABC, Generic[Item]):
                     "file as it is"
                 )
 
-    def _check_keys(self, file: FoundFile) -> None:
-        """Refuse keys that say nothing of a file of this format."""
+    def _found(self, file: FoundFile) -> Iterator[Item]:
+        """The items of a file; of a data set of the Hub, those of its files where they are read as others are."""
+        if file.format != HUB:
+            self._check_keys(file, file.format)
+            yield from self._file(file)
+            return
+
+        from veomni_trainer.data import dataset_tables
+
+        table = dataset_tables.HubTable(str(file.path), self._source, self._streaming)
+        try:
+            parts = table.files()
+            self._check_keys(file, HUB, *{part.format for part in parts})
+            for part in parts:
+                yield from self._file(part)
+            if not parts:
+                yield from self._table(file, table)
+        except Unreadable as problem:
+            raise JobFileError(f"{self._reading.key}: {file.path} {problem}") from None
+
+    def _check_keys(self, file: FoundFile, *kinds: str | None) -> None:
+        """Refuse keys that say nothing of a file of this format, or of these."""
         for key, formats, purpose, instead in _KEYS:
-            if getattr(self._source, key) is not None and (file.format in formats) == (key == "columns"):
+            if getattr(self._source, key) is None or None in kinds:
+                continue
+            if any(kind in formats for kind in kinds) == (key == "columns"):
                 is_ = "no data set of the Hub" if formats == (HUB,) else file.format
                 raise JobFileError(
                     f"{self._reading.key}: {file.path} is {is_}, and data.{key} is for {purpose}. Remove it{instead}"
@@ -151,12 +171,12 @@ class SourceReader(ABC, Generic[Item]):
                 self._reading.files[TEXT] += 1
         else:
             try:
-                yield from self._table(file, file.format)
+                separator = self._source.separator or file.separator
+                yield from self._table(file, open_table(file.path, file.format, self._source, separator))
             except Unreadable as problem:
                 raise JobFileError(f"{self._reading.key}: {file.path} {problem}") from None
 
-    def _table(self, file: FoundFile, file_format: str) -> Iterator[Item]:
-        table = open_table(file.path, file_format, self._source, self._streaming)
+    def _table(self, file: FoundFile, table: Table) -> Iterator[Item]:
         self._path, there = file.path, table.columns()
         wanted = self._begin(there, table.has_schema) if there else ()
         number = 0
@@ -179,7 +199,7 @@ class SourceReader(ABC, Generic[Item]):
                     self._reading.documents += 1
                     yield item
         if number:
-            self._reading.files[file_format] += 1
+            self._reading.files[str(file.format)] += 1
         else:
             self._leave_out(file, "is without rows")
 
@@ -240,19 +260,19 @@ class SourceReader(ABC, Generic[Item]):
         return self._media if is_media else None
 
 
-def open_table(path: Path, file_format: str, source: Source, streaming: bool = False) -> Table:
-    """The table in a file of that format, or in a data set. ``datasets`` is imported only for what it reads."""
+def open_table(path: Path, file_format: str, source: Source, separator: str | None = None) -> Table:
+    """The table in a file of that format, or in a saved data set. ``datasets`` is imported only for what it reads."""
     if file_format == "jsonl":
         return JsonLinesTable(path)
     if file_format == "json":
         return JsonTable(path)
     if file_format in ("csv", "tsv"):
         usual = "," if file_format == "csv" else "\t"
-        return CsvTable(path, source.separator or usual, is_written=source.separator is not None)
+        return CsvTable(path, separator or usual, is_written=separator is not None)
 
     from veomni_trainer.data import dataset_tables
 
-    return dataset_tables.open_table(path, file_format, source, streaming)
+    return dataset_tables.open_table(path, file_format, source)
 
 
 def _is_text(path: Path) -> bool:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 from veomni_core.commands import shown
 from veomni_trainer.data.messages import check_characters
@@ -22,6 +22,21 @@ TEXT, TURNS, LIST, OTHER = "text", "turns", "list", "other"  # what a column hol
 TURN = ("role", "from")  # a list of mappings with one of these keys holds the turns of a chat
 
 _LARGEST_FIELD = 2**31 - 1
+
+
+class ClassNumber(int):
+    """The number of a class that has a name.
+
+    Attributes:
+        name: its name; empty where the number is no class, as -1.
+    """
+
+    name: str
+
+    def __new__(cls, number: int, names: Sequence[str]) -> Self:
+        one = super().__new__(cls, number)
+        one.name = names[number] if 0 <= number < len(names) else ""
+        return one
 
 
 class Table(Protocol):
@@ -197,10 +212,11 @@ def _check_header(names: list[str] | BadLine) -> None:
 
 
 def _columns_of(row: Row) -> dict[str, str]:
-    return {name: _kind(value) for name, value in row.items()}
+    return {name: kind_of(value) for name, value in row.items()}
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """What a column holds whose first value is this one."""
     if not isinstance(value, list):
         return TEXT if isinstance(value, str) else OTHER
     turns = value and all(isinstance(each, dict) and any(key in each for key in TURN) for each in value)

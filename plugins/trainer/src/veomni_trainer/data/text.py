@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from veomni_trainer.data.files import COMPRESSED
 from veomni_trainer.data.reading import BadLine, Unreadable
@@ -70,15 +70,23 @@ def read_lines(path: Path) -> Iterator[tuple[int, str | BadLine]]:
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """The file's bytes; a compressed file is decompressed while it is read."""
-    if path.suffix.lower() not in COMPRESSED:
-        with path.open("rb") as plain:
+    """The file's bytes, of the Hub too; a compressed file is decompressed while it is read."""
+    with _opened(path) as plain:
+        if (kind := COMPRESSED.get(path.suffix.lower())) is None:
             yield plain
-        return
-    import pyarrow
+            return
+        import pyarrow
 
-    with io.BufferedReader(pyarrow.input_stream(str(path), compression="detect")) as decompressed:
-        yield decompressed
+        with io.BufferedReader(pyarrow.input_stream(plain, compression=kind)) as decompressed:
+            yield decompressed
+
+
+def _opened(path: Path) -> IO[bytes]:
+    if path.parts[0] != "hf:":
+        return path.open("rb")
+    from huggingface_hub import HfFileSystem
+
+    return cast("IO[bytes]", HfFileSystem().open("/".join(path.parts[1:]), "rb"))
 
 
 def begins_like(data: bytes) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import tempfile
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -145,7 +146,8 @@ def load_tokenizer(
 
     Args:
         name: ``bytes``, a folder that ``AutoTokenizer`` loads, a ``tokenizer.json``, or a Hub id.
-        end_of_document: the token that ends a document; by default its end of sequence, or else one with a usual name.
+        end_of_document: the token that ends a document; by default its end of sequence, else that of the model beside
+            it, or else one with a usual name.
         chat_template: the path of a Jinja file, in place of the tokenizer's own template.
         trust_remote_code: whether code that comes with the tokenizer may run.
         pixels: the sizes of images, for the processor in the same folder.
@@ -175,7 +177,7 @@ def load_tokenizer(
         raise ConfigError(
             f"data.image_pixels: {name} has no processor of images ({', '.join(PROCESSOR_FILES)}); leave it out"
         )
-    return PretrainedTokenizer(tokenizer, _end_of_document(tokenizer, name, end_of_document), processor)
+    return PretrainedTokenizer(tokenizer, _end_of_document(tokenizer, name, path, end_of_document), processor)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -196,8 +198,10 @@ def _load(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
         )
     alone = path.is_file() and not (path.name == _FILE and (folder / _CONFIG).is_file())
     try:
-        if alone:
+        if alone and path.name != _FILE:
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
+        if alone:  # with what lies beside it: AutoTokenizer wants to find a model there too
+            return PreTrainedTokenizerFast.from_pretrained(folder)
         return tokenizer_in(folder, trust_remote_code)
     except Exception as error:  # the libraries raise a bare Exception, and whatever a broken file leads to
         what = "is not a tokenizer.json" if alone else "can't be loaded as a tokenizer"
@@ -211,20 +215,34 @@ def _read_template(path: Path) -> str:
         raise JobFileError(f"data.chat_template: {path} can't be read as text: {error}") from None
 
 
-def _end_of_document(tokenizer: PreTrainedTokenizerBase, name: str, wanted: str | None) -> int:
+def _end_of_document(tokenizer: PreTrainedTokenizerBase, name: str, path: Path, wanted: str | None) -> int:
     vocabulary = tokenizer.get_vocab()
     if wanted is not None:
         if wanted not in vocabulary:
-            raise JobFileError(
-                f"data.end_of_document: {name} has no token {wanted!r}. {did_you_mean(wanted, _USUAL_ENDS)}"
-            )
+            known = [*tokenizer.all_special_tokens, *(token for token in _USUAL_ENDS if token in vocabulary)]
+            raise JobFileError(f"data.end_of_document: {name} has no token {wanted!r}. {did_you_mean(wanted, known)}")
         return vocabulary[wanted]
-    for token in (tokenizer.eos_token, *_USUAL_ENDS):
-        if token in vocabulary:
-            return vocabulary[token]
+    if tokenizer.eos_token in vocabulary:
+        return vocabulary[tokenizer.eos_token]
+    stated = _stated_ends(path) if path.is_dir() or path.name == _FILE else []
+    usual = [vocabulary[token] for token in _USUAL_ENDS if token in vocabulary]
+    for end in (*(each for each in stated if each in vocabulary.values()), *usual):
+        return end
     raise JobFileError(
         f"data.end_of_document: name the token of {name} that ends a document; it has none of the usual ones"
     )
+
+
+def _stated_ends(path: Path) -> list[int]:
+    """The tokens at which the model beside the tokenizer stops, as its files say."""
+    found: list[Any] = []
+    for name in ("config.json", "generation_config.json"):
+        try:
+            config = json.loads(((path if path.is_dir() else path.parent) / name).read_text(encoding="utf-8"))
+            found += [config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")]
+        except (OSError, ValueError, AttributeError):
+            continue
+    return [end for each in found for end in (each if isinstance(each, list) else [each]) if type(end) is int]
 
 
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -5,9 +5,10 @@ The core reads the section ``model``, as it does for ``veomni plan``.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from veomni_trainer.job.data_section import DataSection
 from veomni_trainer.job.parameter_groups import Tower
@@ -19,6 +20,17 @@ from veomni_transformers.jobs.job_model import ModelSection, read_model_section
 _SHARDED_OPTIMIZERS = (None, "adamw_torch_fused", "adamw_torch")  # None: the default, which is one of the others
 
 
+def _compiles(modules: str | list[str]) -> str | list[str]:
+    try:
+        re.compile(modules if isinstance(modules, str) else "")
+    except re.error as error:
+        raise ValueError(f"{modules!r} is no regular expression: {error}; a list takes names") from None
+    return modules
+
+
+Modules = Annotated[str | list[str], AfterValidator(_compiles)]
+
+
 class LoraSection(Section):
     """Which adapter PEFT puts where. Defaults are PEFT's, apart from ``target_modules``."""
 
@@ -28,12 +40,12 @@ class LoraSection(Section):
     """The adapter is scaled by ``alpha / rank`` (PEFT's ``lora_alpha``)."""
     dropout: Number = Field(default=0.0, ge=0.0, lt=1.0)
     """The dropout before the adapter (PEFT's ``lora_dropout``)."""
-    target_modules: str | list[str] = "all-linear"
+    target_modules: Modules = "all-linear"
     """Names of the linears that get an adapter, a regular expression of whole paths, or ``all-linear``: all but the
     head, of the text decoder."""
     towers: list[Tower] = Field(default_factory=list)
     """The other parts of a model of images, video or audio that ``all-linear`` is to adapt too."""
-    exclude_modules: str | list[str] | None = None
+    exclude_modules: Modules | None = None
     """Those of them that get none."""
     target_parameters: list[str] | None = None
     """Names of parameters that get one, for weights that are no linears', such as ``mlp.experts.down_proj``."""

@@ -20,8 +20,13 @@ class Section(BaseModel):
 
 
 def _read_scientific(value: Any) -> Any:
-    """Read ``1e-3`` as a number: YAML 1.1 takes it for text, since it has no decimal point."""
+    """Read ``1e-3`` as a number, in mappings and lists too: YAML 1.1 takes it for text, since it has no point."""
+    if isinstance(value, dict):
+        return {key: _read_scientific(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_read_scientific(each) for each in value]
     return float(value) if isinstance(value, str) and _SCIENTIFIC.fullmatch(value) else value
 
 
 Number = Annotated[float, BeforeValidator(_read_scientific), Field(allow_inf_nan=False)]
+Options = Annotated[dict[str, Any], BeforeValidator(_read_scientific)]

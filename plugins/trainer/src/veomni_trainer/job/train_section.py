@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from veomni_trainer.job.method_keys import MethodKeys
 from veomni_trainer.job.parameter_groups import ParameterGroup, Tower
 from veomni_trainer.job.precision import PrecisionName
-from veomni_trainer.job.section import Number, Section
+from veomni_trainer.job.section import Number, Options, Section
 
 
 def hub_name(name: str) -> str:
@@ -77,6 +77,8 @@ class EarlyStop(Section):
 
 
 def _off_is_false(value: Any) -> Any:
+    if value == 0 and value is not False:  # which equals 0
+        raise ValueError("must be above 0; off leaves gradients as they are")
     return False if value in (None, "off") else value
 
 
@@ -106,14 +108,14 @@ class TrainSection(MethodKeys, OutputKeys):
     """Sequences per process and per accumulated micro-step."""
     gradient_accumulation: int = Field(default=1, ge=1)
     """Micro-steps per optimizer step."""
-    optimizer: str | dict[str, Any] | None = None
+    optimizer: str | Options | None = None
     """A name of transformers' optimizers or ``muon``, or a mapping of ``name`` and that optimizer's options; by default
     AdamW, fused where torch has that."""
     learning_rate: Number = Field(default=3e-4, gt=0.0)
     """The highest learning rate."""
     schedule: str = "cosine"
     """How the learning rate changes after the warm-up: a name of transformers' schedules."""
-    schedule_options: dict[str, Any] = Field(default_factory=dict)
+    schedule_options: Options = Field(default_factory=dict)
     """Options of that schedule."""
     warmup: Annotated[int, Field(ge=0)] | Annotated[Number, Field(gt=0.0, lt=1.0)] = 0
     """Steps in which the learning rate rises from zero; below 1, this part of all steps."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
+from veomni_core.commands import shown
 from veomni_core.errors import ConfigError, HostError, UnknownNameError, did_you_mean
 from veomni_trainer.job.parameter_groups import ParameterGroup, group_of
 from veomni_trainer.job.train_section import TrainSection
@@ -50,7 +51,7 @@ def check_optimizer(train: TrainSection) -> None:
     """
     # Known without transformers' Trainer, whose import takes seconds that `veomni plan` needn't spend.
     if train.optimizer_name in _TORCH_ADAMW:
-        _check_options(train.optimizer_name, AdamW, train.optimizer_options)
+        _checked_options(train.optimizer_name, AdamW, train.optimizer_options, {"lr": train.learning_rate})
     else:
         _described(train)
 
@@ -74,9 +75,7 @@ def _described(train: TrainSection) -> tuple[type[Optimizer], dict[str, Any]]:
         kind, arguments = MuonWithAdamW, {"lr": train.learning_rate}
     else:
         kind, arguments = _of_transformers(name, train.learning_rate)
-    _check_options(name, kind, options)
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    return kind, arguments | values
+    return kind, arguments | _checked_options(name, kind, options, arguments)
 
 
 def _of_transformers(name: str, learning_rate: float) -> tuple[Any, dict[str, Any]]:
@@ -101,10 +100,25 @@ def _of_transformers(name: str, learning_rate: float) -> tuple[Any, dict[str, An
         raise HostError(f"train.optimizer: {name} can't be used here: {error}") from error
 
 
-def _check_options(name: str, kind: type[Optimizer], options: Mapping[str, Any]) -> None:
+def _checked_options(
+    name: str, kind: type[Optimizer], options: Mapping[str, Any], others: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The options as the optimizer takes them beside ``others``; it is made with them, of one small weight."""
     if elsewhere := [option for option in options if option in _ELSEWHERE]:
         raise ConfigError(f"train.optimizer.{elsewhere[0]}: write {_ELSEWHERE[elsewhere[0]]}")
-    _refuse_unknown("train.optimizer", name, options, {*inspect.signature(kind).parameters} - {*_ELSEWHERE, "matrices"})
+    known = inspect.signature(kind).parameters
+    _refuse_unknown("train.optimizer", name, options, {*known} - {*_ELSEWHERE, "matrices"})
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    for key, value in values.items():
+        usual = known[key].default
+        if isinstance(usual, (bool, str)) and type(value) is not type(usual):
+            raise ConfigError(f"train.optimizer.{key}: {name} takes such as {usual!r} for it, got {shown(value)}")
+    if values:
+        try:
+            kind([{"params": [nn.Parameter(torch.zeros(2, 2))]}], **{**others, **values})  # type: ignore[call-arg, arg-type]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"train.optimizer: {name} can't be made with these options: {error}") from error
+    return values
 
 
 def _refuse_unknown(key: str, name: str, options: Iterable[str], known: Collection[str]) -> None:

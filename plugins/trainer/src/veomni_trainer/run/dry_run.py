@@ -15,17 +15,17 @@ from veomni_core.commands import FrozenJob, render_table
 from veomni_core.errors import ConfigError
 from veomni_trainer.data.corpus import Corpus
 from veomni_trainer.job.schema import Job
-from veomni_trainer.output.folder import RunFolder
+from veomni_trainer.output.folder import RunFolder, locked
 from veomni_trainer.run.check import settled_job
 from veomni_trainer.run.checkpoints import StartingPoint, check_plan, completion, describe_resumption, starting_point
 from veomni_trainer.run.start import checked_data, steps_of
 from veomni_trainer.setup.arguments import device_of
 from veomni_trainer.setup.conditions import conditions, ops_config
 from veomni_trainer.setup.memory_estimate import MemoryEstimate, estimate_memory
-from veomni_trainer.setup.method_models import with_labels
+from veomni_trainer.setup.method_models import has_new_head, with_labels
 from veomni_trainer.setup.model import model_config, unbound_skeleton
+from veomni_transformers.build import check_fit
 from veomni_transformers.jobs.hub_snapshots import is_offline
-from veomni_transformers.weights import check_weights
 
 _PARTS = {
     "weights": "weights",
@@ -149,16 +149,25 @@ def dry_run(
     registry, folder = discover(), RunFolder(Path(job.train.output_dir))
     job = settled_job(job, registry, folder.job if resume else None)
     ops = ops_config(job, registry)
-    point = starting_point(job, folder, resume, overwrite)
+    with locked(folder.path):  # for a moment: whether it can be written is known by trying
+        point = starting_point(job, folder, resume, overwrite)
     processes = max(job.train.fsdp_size * job.train.tp_size, job.train.ranks_per_sequence)
     tokenizer, corpus, _ = checked_data(job, point, processes)
     done = completion(job, folder, point, steps_of(corpus, job.train, processes))
     offline = is_offline()
     located = job.model.located(with_weights=offline)
-    if located.weights and (offline or located.weights == job.model.weights):  # others are downloaded to train
-        check_weights(Path(located.weights))
     device, under = device_of(job.train), conditions(job)
     job = with_labels(job, corpus)
+    here = located.weights and (offline or located.weights == job.model.weights)  # others are downloaded to train
+    if located.weights and here and (job.lora or not point.checkpoint):
+        check_fit(
+            model_config(job, tokenizer),
+            Path(located.weights),
+            trust_remote_code=job.model.trust_remote_code,
+            modeling=job.model.modeling,
+            resize_embeddings=job.model.resize_embeddings,
+            new_head=has_new_head(job),
+        )
     skeleton = unbound_skeleton(job, model_config(job, tokenizer))
     plan = make_plan(
         skeleton,

@@ -121,6 +121,11 @@ def check_adapter(job: Job, skeleton: PreTrainedModel, checkpoint: Path | None =
         wanted = getattr(job.lora, key)
         for name in wanted if isinstance(wanted, list) else ():
             _check_name(key, name, names[key])
+    tables = [skeleton.get_input_embeddings(), skeleton.get_output_embeddings()]
+    others = {id(getattr(each, "weight", None)) for each in tables}
+    widest = max(max(each.shape) for each in skeleton.parameters() if each.ndim > 1 and id(each) not in others)
+    if job.lora.rank > widest:
+        raise ConfigError(f"lora.rank: {job.lora.rank:,} is above {widest:,}, the model's largest width; lower it")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's about tensors without values
         adapted = with_adapter(skeleton, job)

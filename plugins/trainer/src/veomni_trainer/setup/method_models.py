@@ -164,6 +164,11 @@ def has_scores(job: Job) -> bool:
     return stored is not None and any("ForSequenceClassification" in name for name in stored.architectures or ())
 
 
+def has_new_head(job: Job) -> bool:
+    """Whether the job's model has a head of scores, which its weights don't have."""
+    return job.train.scores_sequences and not has_scores(job)
+
+
 def with_labels(job: Job, corpus: Corpus) -> Job:
     """``job`` with all labels of a classifier in the order of its scores.
 

@@ -20,7 +20,7 @@ from veomni_trainer.job.schema import Job
 from veomni_trainer.output.shards import reason
 from veomni_trainer.setup.adapter import check_adapter, quantization_config
 from veomni_trainer.setup.conditions import conditions, weights_dtype
-from veomni_trainer.setup.method_models import as_scorer, check_causal, has_scores
+from veomni_trainer.setup.method_models import as_scorer, check_causal, has_new_head
 from veomni_trainer.setup.processes import check_sharding
 from veomni_trainer.setup.towers import freeze, settle_media
 from veomni_transformers import build
@@ -96,7 +96,7 @@ def build_model(
             verify=job.train.verify,
             check_plan=check_plan,
             batch=under.batch,
-            new_head=job.train.scores_sequences and weights == job.model.located().weights and not has_scores(job),
+            new_head=weights == job.model.located().weights and has_new_head(job),
         )
     except CheckpointException as error:  # of torch's distributed checkpoints; no Exception, so the core passes it by
         raise CheckpointError(f"{weights} does not fit this model: {reason(error)}") from error
