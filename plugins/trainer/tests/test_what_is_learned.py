@@ -369,6 +369,18 @@ def test_pairs_that_teach_nothing_are_counted_or_refused(jsonl: Write, chat_toke
         checked(jsonl(same), chat_tokenizer, train, 99)
 
 
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [((True, True), "all 2 completions are wanted"), ((False, False), "not wanted"), ((True, False), "")],
+)
+def test_completions_that_are_all_wanted_or_not_are_named(
+    jsonl: Write, chat_tokenizer: str, labels: tuple[bool, bool], said: str
+) -> None:
+    rows = [{"prompt": "What is it?", "completion": " a fox", "label": label} for label in labels]
+    notes = checked(jsonl(*rows), chat_tokenizer, KTO, 99).notes
+    assert said in notes[0] if said else not notes
+
+
 def test_answers_that_are_cut_off_are_counted(jsonl: Write, chat_tokenizer: str) -> None:
     tokenizer = load_tokenizer(chat_tokenizer).pretrained
     assert tokenizer is not None

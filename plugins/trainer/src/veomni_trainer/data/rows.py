@@ -114,7 +114,7 @@ def check_answers(
         cut = sum(len(prompt_ids(row, tokenizer, train.columns[0])) > longest for row in rows)
         note = f"warning: {cut:,} texts are longer than data.sequence_length {longest:,}, and are cut off there"
         return replace(corpus, notes=(*corpus.notes, note)) if cut else corpus
-    cut = same = 0
+    cut = same = wanted = 0
     long: list[tuple[int, int]] = []  # numbers and tokens
     for number, row in enumerate(rows, start=1):
         ids = prompt_inputs(row, processor)["input_ids"][0] if processor else prompt_ids(row, tokenizer)
@@ -124,6 +124,7 @@ def check_answers(
         elif train.method != "reward" and len(ids) > room:
             long.append((number, len(ids)))
         cut += sum(len(each) > longest for each in whole)
+        wanted += bool(row.get("label", False))
         if whole and train.method != "reward" and row.get("label", True):
             corpus.read[0].count_end(end_of(Document(np.asarray(whole[0], np.uint32))))
         same += len(whole) == 2 and whole[0][:longest] == whole[1][:longest]
@@ -149,6 +150,9 @@ def check_answers(
         else []
     )
     notes += [f"warning: {same:,} pairs teach nothing: chosen and rejected are the same in them"] if same else []
+    if train.method == "kto" and wanted in (0, number):
+        kind, other = ("wanted", "are not") if wanted else ("not wanted", "are")
+        notes.append(f"warning: all {number:,} completions are {kind}; kto needs some that {other}")
     return replace(corpus, notes=(*corpus.notes, *notes))
 
 
