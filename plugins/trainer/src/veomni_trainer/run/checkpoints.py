@@ -257,10 +257,9 @@ def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, 
         before = Plan.from_json(path.read_text(encoding="utf-8"))
     except Exception as error:  # whatever JSON of another form leads to
         raise CheckpointError(f"{path} is not a plan: {type(error).__name__}: {error}. Restore it") from error
+    # Not only where the checkpoint is in shards: an adapter over a model in shards is written whole.
     sites = (site for op in (*before.ops, *plan.ops) for site in op.sites)
-    if any(
-        each.site.sharding != WHOLE for each in sites
-    ):  # not only where the checkpoint is: an adapter is written whole
+    if any(each.site.sharding != WHOLE for each in sites):
         changes = _kernels(before, plan).diff(_kernels(plan, before))
     else:
         changes = before.diff(plan)

@@ -82,7 +82,7 @@ class AlternatingSteps(TrainerCallback):
 
 @dataclass(frozen=True)
 class EagerRun:
-    """The eager run, as its process is told of it.
+    """What the process of the eager run gets.
 
     Attributes:
         job: the file of the job that it is compared with.
