@@ -13,7 +13,8 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,10 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
-from benchmarks.linear import described_tiles
 from benchmarks.shared.measuring import Timing, captured, timing
 from benchmarks.shared.results import machine, write_results
-from veomni_ops.triton_gpus import gpu_of
 from veomni_triton import linear
+from veomni_triton.linear.launches import Launch
 
 WIDTHS = ((2048, 2048), (2048, 8192), (8192, 2048), (2048, 128256))  # of a Llama of the 1B shape
 ROWS = (1, 16, 64, 256, 2048, 8192)
@@ -65,38 +65,38 @@ def figures() -> Iterator[dict[str, Any]]:
             }
 
 
+FEW = (  # rows of a tile, columns, columns that are summed at a time, warps, and the depth of the loop's pipeline
+    *((64, 16, 64, 4, 8), (64, 16, 128, 4, 6), (64, 16, 128, 4, 8), (64, 16, 256, 4, 4), (64, 32, 128, 4, 4)),
+    *((64, 32, 128, 4, 6), (64, 32, 128, 4, 8), (64, 64, 64, 4, 8), (64, 64, 128, 4, 3), (64, 64, 128, 4, 4)),
+)
+MANY = (
+    *((64, 64, 64, 4, 6), (64, 128, 64, 4, 4), (64, 128, 64, 4, 6), (64, 128, 128, 4, 3), (64, 256, 64, 4, 4)),
+    *((128, 64, 64, 4, 4), (128, 64, 128, 4, 3), (128, 128, 64, 4, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4)),
+    *((128, 256, 64, 8, 3), (128, 256, 64, 8, 4)),
+)
+
+
 def tune() -> None:
-    """Print the six fastest launches for each number of rows and widths, of tiles by pointers and by descriptors."""
-    few = [(64, *sizes, 0) for sizes in itertools.product((16, 32, 64), (64, 128, 256), (4,), (3, 4, 6, 8))]
-    many = [(128, *sizes) for sizes in itertools.product((128, 256), (64,), (4, 8), (3, 4), (0, 1, 2))]
-    for rows, (width, outputs) in itertools.product((16, 256, 8192), WIDTHS[:3]):
+    """Print the six fastest launches for each number of rows and widths."""
+    launches = [Launch(*sizes, described) for sizes in FEW + MANY for described in (False, True)]
+    for rows, (width, outputs) in itertools.product((1, 64, 256, 512, 2048, 4096, 8192), WIDTHS):
+        if rows > 64 and outputs > 1 << 16:
+            continue
         x, weight = drawn(rows, width, outputs)
         wanted, found = linear.standard(x, weight), []
-        for *sizes, parts in few if rows < 256 else many:
-            for programs in (None, gpu_of(x.device).multiprocessors) if parts else (None,):
-                kernel = with_launch(linear.Launch(*sizes), parts, programs)
-                try:
-                    if not torch.equal(kernel(x, weight), wanted):
-                        print(f"{sizes} {parts} {programs}: other bits", flush=True)
-                    found.append((timed(kernel, x, weight).median, sizes, parts, programs))
-                except Exception as error:  # mostly too much shared memory
-                    print(f"{sizes} {parts}: {type(error).__name__}", flush=True)
-        print(rows, width, outputs, *sorted(found, key=lambda each: each[0])[:6], sep="\n  ", flush=True)
-
-
-def with_launch(launch: linear.Launch, parts: int, programs: int | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """The product with these tiles, by descriptors if there are ``parts``."""
-    if parts:
-        return lambda x, weight: described_tiles.product(x, weight, launch, parts, programs)
-
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        former, linear.launch_for = linear.launch_for, lambda *_: launch
-        try:
-            return linear.standard(x, weight)
-        finally:
-            linear.launch_for = former
-
-    return product
+        for launch in launches:
+            if rows > 512 and launch.rows * launch.columns < 64 * 128:
+                continue
+            kernel = partial(linear.product, bias=None, launch=launch)
+            try:
+                if not torch.equal(kernel(x, weight), wanted):
+                    print(f"{launch}: other bits", flush=True)
+                found.append((timed(kernel, x, weight).median, astuple(launch)))
+            except Exception as error:  # mostly too much shared memory
+                print(f"{rows} {launch}: {type(error).__name__}", flush=True)
+        best = "; ".join(f"{took:.4f} {sizes}" for took, sizes in sorted(found)[:6])
+        torchs = timed(F.linear, x, weight).median
+        print(f"{rows} rows, {width} to {outputs}, torch {torchs:.4f}: {best}", flush=True)
 
 
 def main() -> None:

@@ -7,6 +7,8 @@ import torch
 
 from veomni_conformance import check_kernel
 from veomni_ops.contract import Size
+from veomni_triton.linear import product
+from veomni_triton.linear.launches import Launch
 from veomni_triton.plugin import veomni_kernels
 
 [SPEC] = [spec for spec in veomni_kernels() if spec.op_name == "linear"]
@@ -17,3 +19,19 @@ SAMPLES = {} if DEVICE == "cuda" else {"largest": Size.SMALL, "every_form": Fals
 @pytest.mark.parametrize("dtype", SPEC.dtypes)
 def test_conformance(dtype):
     check_kernel(SPEC, DEVICE, dtype, **SAMPLES).raise_if_failed()
+
+
+@pytest.mark.parametrize("sizes", [(1, 16, 8), (70, 40, 24), (33, 136, 200)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_described_tiles_give_the_bits_of_others(sizes, with_bias):
+    rows, width, outputs = sizes
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter's products are not bf16's
+    wide, weight, bias = (
+        torch.randn(size, generator=generator).to(DEVICE, dtype)
+        for size in ((rows, width + 8), (outputs, width), (outputs,))
+    )
+    x, bias = wide[:, :width], bias if with_bias else None
+    results = [product(x, weight, bias, launch=Launch(32, 32, 16, 4, 2, described)) for described in (False, True)]
+    assert torch.equal(*results)
+    torch.testing.assert_close(results[0], torch.nn.functional.linear(x, weight, bias))

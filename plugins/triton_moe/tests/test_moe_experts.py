@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from veomni_core.kernels import is_aligned
 from veomni_ops import moe_experts as reference
 from veomni_triton_moe import moe_experts
-from veomni_triton_moe.moe_experts import backward, layer, tiles
+from veomni_triton_moe.moe_experts import backward, layer
 from veomni_triton_moe.plugin import veomni_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -169,7 +170,7 @@ def test_a_step_reads_nothing_on_the_host_and_can_be_captured():
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_accumulating_adds_to_the_gradients_that_are_there(descriptors, monkeypatch):
     if DEVICE == "cpu" and descriptors:
-        monkeypatch.setattr(layer, "can_be_described", tiles.has_aligned_lines)
+        monkeypatch.setattr(layer, "can_be_described", is_aligned)
     dtype = torch.bfloat16 if DEVICE == "cuda" and descriptors else torch.float32
     first, second = problem(tokens=9, dtype=dtype), problem(tokens=6, dtype=dtype, seed=1)
     gate_up, down = first[3:]

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from veomni_conformance import check_kernel
+from veomni_core.kernels import is_aligned
 from veomni_ops.contract import Size
-from veomni_triton_moe.moe_experts import layer, tiles
+from veomni_triton_moe.moe_experts import layer
 from veomni_triton_moe.plugin import veomni_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +30,7 @@ def test_conformance(spec):
 @pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU, 16-bit operands take this path of themselves")
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.preference > 0], ids=str)
 def test_conformance_by_descriptors(spec, monkeypatch):
-    monkeypatch.setattr(layer, "can_be_described", tiles.has_aligned_lines)
+    monkeypatch.setattr(layer, "can_be_described", is_aligned)
     check_kernel(spec, DEVICE, "float32", **SAMPLES).raise_if_failed()
 
 

@@ -7,7 +7,7 @@ import torch
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from veomni_triton_moe.moe_experts.descriptors import described, described_rows
+from veomni_ops.triton_descriptors import described, described_rows
 
 MAKERS = {"plain": (described, TensorDescriptor.from_tensor), "ragged": (described_rows, create_ragged_descriptor)}
 

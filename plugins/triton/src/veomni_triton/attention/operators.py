@@ -32,9 +32,9 @@ _LIBRARY.define(
 )
 # By the widest head; 64 and 128 are the fastest on an H200 (triton_attention.py --tune in benchmarks/attention).
 # All calls of a width have the same, since other tiles may add in another order.
-FORWARD = {64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 64, 8, 2)}
-DQUERY = {64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(32, 32, 4, 2)}
-DKEYS = {64: Launch(64, 64, 4, 2), 128: Launch(64, 64, 4, 2), 256: Launch(32, 32, 4, 2)}
+FORWARD = {64: Launch(128, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(64, 64, 8, 2)}
+DQUERY = {64: Launch(128, 64, 4, 2), 128: Launch(128, 64, 8, 3), 256: Launch(32, 32, 4, 2)}
+DKEYS = {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(32, 32, 4, 2)}
 _KEYS = 1024  # of a mask's row at a time
 _ROWS = 1024  # whose ranges are compared with a tile of keys at a time
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from veomni_core.kernels import ALIGNMENT
+from veomni_ops.triton_descriptors import can_be_described
 from veomni_triton_moe.moe_experts.activation import Activation
 from veomni_triton_moe.moe_experts.adapters import Adapter
 from veomni_triton_moe.moe_experts.gate_up import gate_up_product
@@ -15,7 +17,6 @@ from veomni_triton_moe.moe_experts.launch import Launches, launches
 from veomni_triton_moe.moe_experts.routing import Routing, route
 from veomni_triton_moe.moe_experts.row_product import row_product
 from veomni_triton_moe.moe_experts.rows import combine_rows
-from veomni_triton_moe.moe_experts.tiles import COPY_ENGINE_ALIGNMENT, can_be_described
 
 
 class ExpertsLayer:
@@ -57,9 +58,7 @@ class ExpertsLayer:
         self.activation = activation
         self.gate_up_adapter, self.down_adapter = gate_up_adapter, down_adapter
         # The tensors that this class makes have rows of H, I or 2I values, which TMA can address if those are aligned.
-        lines_are_aligned = all(
-            width * hidden.element_size() % COPY_ENGINE_ALIGNMENT == 0 for width in down_proj.shape[1:]
-        )
+        lines_are_aligned = all(width * hidden.element_size() % ALIGNMENT == 0 for width in down_proj.shape[1:])
         # A descriptor of a tensor without elements is refused.
         self.described = (
             top_k_index.numel() > 0

@@ -7,9 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.sizes import ceil_div
+from veomni_ops.triton_descriptors import described, described_rows
 from veomni_ops.triton_gpus import multiprocessors
 from veomni_triton_moe.moe_experts.adapters import Outer, add_outer, outer_arguments
-from veomni_triton_moe.moe_experts.descriptors import described, described_rows
 from veomni_triton_moe.moe_experts.launch import Launch
 from veomni_triton_moe.moe_experts.routing import Routing
 from veomni_triton_moe.moe_experts.tiles import (

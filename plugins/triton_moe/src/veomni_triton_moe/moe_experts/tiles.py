@@ -9,34 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.tools.ragged_tma import to_ragged_indices
-
-from veomni_ops.triton_gpus import Gpu, gpu_of
-
-# Of shared memory: what SM90 and SM100 have, where the tiles of `launch.py` for descriptors were tuned. They take up to
-# 213 KB. SM120 has a copy engine, and 99 KB.
-DESCRIBED_TILES_BYTES = 227 << 10
-COPY_ENGINE_ALIGNMENT = 16  # bytes; what TMA requires of the base address and of every stride but the last
-
-
-def can_be_described(tensor: Tensor) -> bool:
-    """Whether products may read ``tensor`` through a TMA descriptor: 16-bit values, aligned lines, SM90 or SM100."""
-    # float32 takes the pointer path: its exact products don't run on tensor cores, and its tiles are small.
-    return tensor.element_size() == 2 and _takes_descriptors(gpu_of(tensor.device)) and has_aligned_lines(tensor)
-
-
-def _takes_descriptors(gpu: Gpu) -> bool:
-    return gpu.has_copy_engine and gpu.shared_bytes >= DESCRIBED_TILES_BYTES
-
-
-def has_aligned_lines(tensor: Tensor) -> bool:
-    """Whether every line (the last dimension) is contiguous and begins at an address that TMA accepts."""
-    if tensor.stride(-1) != 1:
-        return False
-    places = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
-    return all(place % COPY_ENGINE_ALIGNMENT == 0 for place in places)
-
 
 # N rows, one per route and sorted by expert; E experts; C columns of an operand. BLOCK_M x BLOCK_N is a tile of a
 # product, BLOCK_R x BLOCK_C a block of an operand: rows by columns. All indices are counted in elements, but `m`, `n`

@@ -1,4 +1,7 @@
-"""TMA descriptors of operands. Triton checks one for longer than a launch takes, so a layout is checked once."""
+"""TMA descriptors of operands, which the GPU copies by itself.
+
+Triton checks one for longer than a launch takes, so a layout is checked once.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,21 @@ import torch
 from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from veomni_core.kernels import is_aligned
+from veomni_ops.triton_gpus import gpu_of
+
+# Of shared memory: what SM90 and SM100 have, where tiles for descriptors were tuned. They take up to 213 KB. SM120 has
+# a copy engine, and 99 KB.
+SHARED_BYTES = 227 << 10
+
+
+def can_be_described(tensor: Tensor) -> bool:
+    """Whether products may read ``tensor`` through a TMA descriptor: 16-bit values, aligned lines, SM90 or SM100."""
+    # float32 takes the pointer path: its exact products don't run on tensor cores, and its tiles are small.
+    gpu = gpu_of(tensor.device)
+    fits = tensor.element_size() == 2 and gpu.has_copy_engine and gpu.shared_bytes >= SHARED_BYTES
+    return fits and is_aligned(tensor, expanded=True)
 
 
 def described(tensor: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
