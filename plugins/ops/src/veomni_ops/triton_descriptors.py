@@ -6,14 +6,16 @@ Triton checks one for longer than a launch takes, so a layout is checked once.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from veomni_core.kernels import is_aligned
 from veomni_ops.triton_gpus import gpu_of
+
+if TYPE_CHECKING:  # this package doesn't require Triton
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Of shared memory: what SM90 and SM100 have, where tiles for descriptors were tuned. They take up to 213 KB. SM120 has
 # a copy engine, and 99 KB.
@@ -41,6 +43,8 @@ def described_rows(tensor: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
 def _of(tensor: Tensor, block: tuple[int, ...], ragged: bool) -> TensorDescriptor:
     if tensor.data_ptr() % 16:
         return _checked(tensor, block, ragged)  # which raises
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     descriptor = object.__new__(TensorDescriptor)
     descriptor.__dict__.update(_layout(tensor.shape, tensor.stride(), tensor.dtype, block, ragged), base=tensor)
     return descriptor
@@ -55,5 +59,8 @@ def _layout(
 
 
 def _checked(tensor: Tensor, block: tuple[int, ...], ragged: bool) -> TensorDescriptor:
+    from triton.tools.ragged_tma import create_ragged_descriptor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     make = create_ragged_descriptor if ragged else TensorDescriptor.from_tensor
     return make(tensor, list(block))

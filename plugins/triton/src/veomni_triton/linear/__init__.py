@@ -14,6 +14,8 @@ from torch.autograd import Function
 from veomni_core.kernels import first_derivatives_only, product_operands, without_autocast
 from veomni_triton.linear.products import product
 
+__all__ = ["product", "standard"]
+
 _LIBRARY = library.Library("veomni_triton", "FRAGMENT")
 _LIBRARY.define("linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
 _LIBRARY.impl("linear", product, "CompositeExplicitAutograd")
