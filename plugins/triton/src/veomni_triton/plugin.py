@@ -70,7 +70,7 @@ def veomni_kernels() -> list[KernelSpec]:
             factory="veomni_triton.linear:standard",
             hardware=_MATRIX_UNITS,
             suspicions=_NEVER_RUN,
-            description="tiles of one size that sum along the whole width; torch's products in backward",
+            description="tiles that each sum along the whole width; torch's products in backward",
             preference=_PREFERENCE,
             batch_invariant=True,
         ),

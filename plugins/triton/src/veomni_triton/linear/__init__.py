@@ -20,7 +20,7 @@ _LIBRARY = library.Library("veomni_triton", "FRAGMENT")
 _LIBRARY.define("linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
 _LIBRARY.impl("linear", product, "CompositeExplicitAutograd")
 library.register_fake(
-    "veomni_triton::linear", lambda rows, weight, _: rows.new_empty(len(rows), len(weight)), lib=_LIBRARY
+    "veomni_triton::linear", lambda rows, weight, _: rows.new_empty(rows.shape[0], weight.shape[0]), lib=_LIBRARY
 )
 
 
@@ -39,7 +39,7 @@ class _Linear(Function):
     @without_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # Where addresses are known: launches depend on them.
+        # A graph takes the operator: launches depend on addresses, which are known only when it runs.
         call = torch.ops.veomni_triton.linear.default if torch.compiler.is_compiling() else product
         return call(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
 

@@ -62,7 +62,8 @@ def launch_for(rows: Tensor, weight: Tensor, result: Tensor) -> Launch:
     gpu, count, outputs = gpu_of(rows.device), len(rows), len(weight)
     if rows.dtype == torch.float32 or gpu.shared_bytes < SHARED_BYTES:
         return SMALL
-    is_described = count >= FEWEST_ROWS and all(map(can_be_described, (rows, weight, result)))
+    # A descriptor of no elements is refused.
+    is_described = count >= FEWEST_ROWS and rows.numel() and all(map(can_be_described, (rows, weight, result)))
     launches = DESCRIBED if is_described else BY_POINTERS
     for launch in launches:
         tiles = ceil_div(count, launch.rows) * ceil_div(outputs, launch.columns)
