@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from veomni_conformance import check_kernel
 from veomni_ops.contract import Size
-from veomni_triton.linear import product
+from veomni_triton.linear import product, standard
 from veomni_triton.linear.launches import Launch
 from veomni_triton.plugin import veomni_kernels
 
@@ -35,3 +36,15 @@ def test_described_tiles_give_the_bits_of_others(sizes, with_bias):
     results = [product(x, weight, bias, launch=Launch(32, 32, 16, 4, 2, described)) for described in (False, True)]
     assert torch.equal(*results)
     torch.testing.assert_close(results[0], torch.nn.functional.linear(x, weight, bias))
+
+
+def test_one_graph_of_any_number_of_rows_has_the_bits_of_eager_calls():
+    x, weight, bias = (
+        torch.randn(size, generator=torch.Generator().manual_seed(0)) for size in ((70, 40), (24, 40), 24)
+    )
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(standard, backend=graphs, dynamic=True, fullgraph=True)
+    for rows in (70, 33):
+        operands = [each.to(DEVICE) for each in (x[:rows].clone(), weight, bias)]
+        assert torch.equal(compiled(*operands), standard(*operands))
+    assert graphs.frame_count == 1
