@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 from typer.testing import CliRunner
 
@@ -152,6 +153,30 @@ def test_a_split_that_depends_on_the_batch_is_named_where_it_happens(monkeypatch
         found = {each.layout: each for each in check_parity(model)}
     named = "model.layers.0.self_attn.q_proj (Linear, linear:fixed_order)"
     assert found["each sequence alone"].first == found[LAYOUTS[-1]].first == named
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tie_that_a_router_breaks_by_the_tokens_place_is_named_there(device, monkeypatch):
+    """Its proof draws numbers without ties. Tied experts have equal weights, so that nothing but the choice differs."""
+    own = modeling_qwen3_moe.Qwen3MoeTopKRouter.forward
+
+    def forward(self, hidden_states):
+        logits, weights, _ = own(self, hidden_states)
+        odd = torch.arange(len(logits), device=logits.device)[:, None] % 2
+        later = torch.arange(self.num_experts, device=logits.device)
+        return logits, weights, (logits.double() + odd * later * 1e-12).topk(self.top_k).indices
+
+    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeTopKRouter, "forward", forward)
+    model = made("qwen3_moe").to(device)
+    with bind(model, ON[device], device=device):
+        assert [each for each in check_parity(model) if not each.same_bits] == []
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.mlp.gate.weight.zero_()
+        found = {each.layout: each.first for each in check_parity(model)}
+    assert found["padded on the left"] == found[LAYOUTS[-1]]
+    assert found[LAYOUTS[-1]].startswith("model.layers.0.mlp.gate (Qwen3MoeTopKRouter")
+    assert not found["in a batch of 21"]  # of a token's places there, each is as odd as in the batch of three
 
 
 def test_a_split_of_one_row_alone_is_named_where_one_sequence_is_decoded(monkeypatch):

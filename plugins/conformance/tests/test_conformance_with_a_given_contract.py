@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,6 +61,31 @@ def test_a_contract_that_fails_is_no_fault_of_the_kernel(message, monkeypatch):
     )
     with pytest.raises(ContractError, match=re.escape(message)):
         check_kernel(KernelSpec("twice", "twice", "standard", f"{__name__}:_twice"), op=op)
+
+
+def _twice_if_contiguous(x):
+    return 2 * x if x.is_contiguous() else x
+
+
+def test_a_sample_that_is_laid_out_before_calls_is_not_kept_so(monkeypatch):
+    kept = []
+
+    def apart(sample):
+        kept.append(sample.args[0].is_contiguous())
+        wide = torch.zeros(2, 3).copy_(sample.args[0].detach()[:, None])
+        return replace(sample, args=(wide[:, 1].requires_grad_(),))
+
+    def samples(device, dtype):
+        yield replace(next(_one_sample(device, dtype)), laid_out=apart)
+
+    monkeypatch.setitem(globals(), "right_contracts", _contracts(samples=samples))
+    contract = f"{__name__}:right_contracts"
+    op = OpSpec(name="twice", variants=("standard",), config_field="twice_implementation", contract=contract)
+    right, wrong = (
+        check_kernel(KernelSpec("twice", "twice", "standard", f"{__name__}:{name}"), op=op)
+        for name in ("_twice", "_twice_if_contiguous")
+    )
+    assert right.ok and not wrong.ok and set(kept) == {True}
 
 
 def test_a_contract_that_draws_in_its_own_way_is_asked_the_same():

@@ -117,6 +117,7 @@ class Subject:
         if other:
             drawn = _made_different(drawn, self._samples(position.size, other=True)[position.index])
         drawn = copy_of(drawn)
+        drawn = drawn.laid_out(drawn) if drawn.laid_out else drawn
         return map_tensors(drawn, _as_parameter) if self.draws_parameters else drawn
 
     def _samples(self, size: Size, other: bool) -> list[Sample]:

@@ -52,6 +52,8 @@ class Sample:
             raise.
         only_with, not_with: a feature that a kernel must declare, or must not, to be checked on this sample at all. To
             another kernel the same call means something else.
+        laid_out: what lays out a copy of this sample's tensors before a call, where the layout takes memory that is
+            not to be kept: all processes of a check have each sample, and one calls the kernel on it.
 
     Example:
         >>> x, weight = torch.ones(2, 8, requires_grad=True), torch.ones(8)
@@ -68,6 +70,7 @@ class Sample:
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     only_with: str = ""
     not_with: str = ""
+    laid_out: Callable[[Sample], Sample] | None = None
 
     def is_for(self, features: Collection[str]) -> bool:
         """Whether a kernel that declares ``features`` is checked on this sample."""

@@ -18,12 +18,14 @@ class Gpu:
         has_copy_engine: whether tiles can be loaded and stored through TMA descriptors.
         limits_registers: whether a launch may say how many registers a thread has at most. Triton's compiler for AMD's
             GPUs takes no such limit.
+        is_hopper: whether it is an H100, H200 or the like.
     """
 
     multiprocessors: int
     shared_bytes: int
     has_copy_engine: bool
     limits_registers: bool
+    is_hopper: bool = False
 
 
 # Where Triton's interpreter runs one program after another.
@@ -67,4 +69,5 @@ def _current() -> Gpu:
         # The architectures of AMD's GPUs are names; torch has compute capabilities for them that mean something else.
         has_copy_engine=is_nvidia and target.arch >= 90,
         limits_registers=is_nvidia,
+        is_hopper=is_nvidia and target.arch == 90,
     )

@@ -27,13 +27,14 @@ from veomni_ops.token_logprobs import LOGPROBS
 from veomni_transformers.forwards.logprobs_head import score
 from veomni_transformers.packed.module_outputs import after_each_module
 from veomni_transformers.packed.prepared_masks import prepared_masks
+from veomni_transformers.routers.proof import experts_of
 
 _SEQUENCES, _LENGTH = 3, 70  # more keys than a block of attention's 64
 _STEPS = 8  # of the batch's end; one sequence is decoded from its first token on
 _PADDING, _LARGER = 5, 7  # positions of padding; how many times as many sequences the larger batch has
 OWN, _ALONE = "transformers' own code", "one sequence token by token, with a cache"
 
-Outputs = dict[str, Tensor]
+Outputs = dict[tuple[str, int], Tensor]  # by module, and by the number in its tuple
 Part = Callable[[Tensor], Tensor]
 
 
@@ -155,14 +156,16 @@ def _run(model: PreTrainedModel, labels: Tensor, inputs: Mapping[str, Any], resu
     found: Outputs = {}
     batch, length = labels.shape
     paths = {module: path for path, module in model.named_modules()}
+    # Indices count where they are a router's: those of keys are other ones in another layout.
+    choosers = {each for block in paths if experts_of(block) for each in block.children()}
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
-        for value in output if isinstance(output, tuple) else (output,):
-            if type(value) is Tensor and value.is_floating_point() and value.dim() > 1:
+        for number, value in enumerate(output if isinstance(output, tuple) else (output,)):
+            if type(value) is Tensor and value.dim() > 1 and (value.is_floating_point() or module in choosers):
                 if value.shape[:2] == (batch, length):
-                    found[paths[module]] = value.detach()
+                    found[paths[module], number] = value.detach()
                 elif value.shape[0] == batch * length:  # as of experts
-                    found[paths[module]] = value.detach().unflatten(0, (batch, length))
+                    found[paths[module], number] = value.detach().unflatten(0, (batch, length))
 
     inputs = {"use_cache": False, **inputs}
     with after_each_module(model, record):
@@ -177,15 +180,15 @@ def _successors(ids: Tensor) -> Tensor:
 
 
 def _cut(run: _Run, part: Part) -> _Run:
-    return part(run[0]), {path: part(output) for path, output in run[1].items()}
+    return part(run[0]), {key: part(output) for key, output in run[1].items()}
 
 
 def _joined(runs: list[_Run], dim: int) -> _Run:
-    shapes = {path: output.movedim(dim, 0).shape[1:] for path, output in runs[0][1].items()}
-    every = [{path: output.movedim(dim, 0).shape[1:] for path, output in outputs.items()} for _, outputs in runs]
+    shapes = {key: output.movedim(dim, 0).shape[1:] for key, output in runs[0][1].items()}
+    every = [{key: output.movedim(dim, 0).shape[1:] for key, output in outputs.items()} for _, outputs in runs]
     # What has another shape in some run, as a count of experts that is the batch's, has no row for each position.
-    paths = [path for path, shape in shapes.items() if all(each.get(path) == shape for each in every)]
-    outputs = {path: torch.cat([each[path] for _, each in runs], dim) for path in paths}
+    keys = [key for key, shape in shapes.items() if all(each.get(key) == shape for each in every)]
+    outputs = {key: torch.cat([each[key] for _, each in runs], dim) for key in keys}
     return torch.cat([logprobs for logprobs, _ in runs], dim), outputs
 
 
@@ -197,8 +200,8 @@ def _compared(model: PreTrainedModel, layout: str, wanted: _Run, run: Callable[[
     rows = len(logprobs)  # one sequence, or all
     wanted = _cut(wanted, lambda x: x[:rows])
     difference = (logprobs.double() - wanted[0].double()).abs()
-    both = [path for path, output in wanted[1].items() if path in outputs and outputs[path].shape == output.shape]
-    first = next((path for path in both if not torch.equal(outputs[path], wanted[1][path])), None)
+    both = [key for key, output in wanted[1].items() if key in outputs and outputs[key].shape == output.shape]
+    first = next((path for path, n in both if not torch.equal(outputs[path, n], wanted[1][path, n])), None)
     named = "" if first is None else _named(model, first)
     return Compared(layout, float(difference.mean()), float(difference.max()), named)
 

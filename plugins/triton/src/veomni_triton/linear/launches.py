@@ -53,6 +53,9 @@ BY_POINTERS = (
     Launch(64, 16, 128, 4, 8),
 )
 FEWEST_ROWS = 64  # of a tile
+# In the last one's place for so few rows. Its instructions (mma) are others than those for 64 rows (wgmma), and give the
+# same bits on an H200: in 480 products of one to 16 rows, with factors of up to e^36 between operands too.
+FEW = Launch(16, 16, 512, 2, 4)
 SHARED_BYTES = 160 << 10  # which tiles by pointers take
 SMALL = Launch(64, 64, 32, 4, 2)
 
@@ -65,7 +68,9 @@ def launch_for(rows: Tensor, weight: Tensor, result: Tensor) -> Launch:
     # A descriptor of no elements is refused.
     is_described = count >= FEWEST_ROWS and rows.numel() and all(map(can_be_described, (rows, weight, result)))
     launches = DESCRIBED if is_described else BY_POINTERS
-    for launch in launches:
+    if count <= FEW.rows and gpu.is_hopper:
+        launches = (*BY_POINTERS[:-1], FEW)
+    for launch in launches[:-1]:
         tiles = ceil_div(count, launch.rows) * ceil_div(outputs, launch.columns)
         is_filled = launch.rows == FEWEST_ROWS or count > launch.rows // 2
         if is_filled and tiles * 16 >= gpu.multiprocessors * 15:
