@@ -176,13 +176,10 @@ TABLES: dict[str, dict[str, Table]] = {
     },
     "library_adapters": {
         "liger": Table("liger_small_calls_h200", ("op",), (_GRAPH,), "^(rms|rot|swi)", _LIGER, "call"),
-        "larger": Table(
-            "liger_adapters_h200",
-            ("op", "call"),
-            (f"{_CALLED} -> ms", "peak MiB"),
-            "^(cross.*causal, (.*own|.* (1|16|75) times the hidden states$)|moe)",
-            _LIGER,
+        "losses": Table(
+            "liger_losses_h200", ("shape", "call"), (f"{_CALLED} -> ms", "peak MiB"), "^T=.*(liger|own|default chunks)$", _LIGER
         ),
+        "larger": Table("liger_adapters_h200", ("op", "call"), (f"{_CALLED} -> ms", "peak MiB"), "^moe", _LIGER),
         "quack": Table(
             {
                 "H200, 0.4.1:": ("quack_adapters_h200",),
@@ -192,7 +189,7 @@ TABLES: dict[str, dict[str, Table]] = {
             },
             ("shape", "kernel"),
             (f"{_GRAPH} -> ms",),
-            "^(16384.*(standard|after)|B=|T=)",
+            "^(16384.*(standard|after)|T=)",
             _QUACK,
         ),
         "patch": Table(

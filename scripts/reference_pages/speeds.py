@@ -134,7 +134,7 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
     "cross_entropy_loss": (
         Headline("chunk_sizes_h200", {"in use": "chunk_loss"}),
         *_on_both_gpus("quack_adapters", {"adapter, causal": "quack"}, _VOCABULARY, ", causal"),
-        Headline("liger_adapters_h200", _LIGER, f"cross_entropy_loss causal, {_VOCABULARY}"),
+        Headline("liger_losses_h200", _LIGER, f"cross_entropy_loss causal, {_VOCABULARY}"),
         Headline("cpu_kernels", {"ours": "chunk_loss"}, "chunk_loss, T=2048 H=256 V=32000"),
     ),
     "moe_experts": (
