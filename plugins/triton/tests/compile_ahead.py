@@ -17,6 +17,7 @@ from veomni_triton import (
     chunk_gated_delta_rule,
     dsa_attention,
     dsa_indexer,
+    linear,
     mamba2_scan,
     native_sparse,
     rms_norm,
@@ -49,6 +50,8 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     if dtype == torch.float32:  # all other launches have as many elements in a tile as those of 16 bits, or far fewer
         return
     yield "attention of 256", lambda: _attention(tensor, 256)
+    for rows in (8, 4096):
+        yield f"linear, {rows} rows", lambda rows=rows: linear.standard(tensor(rows, 2048), tensor(2048, 2048))
     heads, angles = (1, 8, 64, 128), (1, 64, 128)
     yield (
         "rotation",

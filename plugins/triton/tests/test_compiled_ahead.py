@@ -17,10 +17,10 @@ from veomni_triton.plugin import veomni_kernels
 SCRIPT = Path(__file__).with_name("compile_ahead.py")
 CALLS = [
     ("l40s", "float32", "^(?!sparse)", 7),
-    ("l40s", "bfloat16", "^(?!sparse)", 21),
-    ("h100", "bfloat16", "sparse|^attention", 4),
-    ("b200", "bfloat16", "delta|scan|sparse|^attention", 11),
-    ("mi300x", "bfloat16", "", 23),
+    ("l40s", "bfloat16", "^(?!sparse)", 23),
+    ("h100", "bfloat16", "sparse|^attention|linear", 6),
+    ("b200", "bfloat16", "delta|scan|sparse|^attention|linear", 13),
+    ("mi300x", "bfloat16", "", 25),
 ]
 
 
