@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -140,14 +142,31 @@ def test_a_compiled_hybrid_has_the_same_bits_with_graphs_that_end_at_its_gates()
         assert torch.compile(model, backend="eager")(input_ids=ids, use_cache=False).logits.equal(wanted)
 
 
+def plant(product, monkeypatch):
+    """In ``linear`` alone: modules that import the product keep their own, if they are imported before."""
+    for name in ("cross_entropy_loss", "grouped_products", "token_logprobs"):
+        importlib.import_module(f"veomni_torch.{name}")
+    monkeypatch.setattr(fixed_order, "linear", product)
+
+
 def splits_by_the_batch(rows, weight, bias=None):
     """Sums in two halves where there are many rows."""
     half = rows.shape[1] // 2 if len(rows) > 100 else 0
     return F.linear(rows[:, half:], weight[:, half:], bias) + rows[:, :half] @ weight[:, :half].t()
 
 
-def test_a_split_that_depends_on_the_batch_is_named_where_it_happens(monkeypatch):
-    monkeypatch.setattr("veomni_torch.fixed_order.linear", splits_by_the_batch)
+_CALLS = itertools.count()
+
+
+def adds_in_any_order(rows, weight, bias=None):
+    """As atomic additions do: each call begins elsewhere."""
+    first = next(_CALLS) % rows.shape[1]
+    return F.linear(rows.roll(first, 1), weight.roll(first, 1), bias)
+
+
+@pytest.mark.parametrize("breaker", [splits_by_the_batch, adds_in_any_order])
+def test_a_split_by_the_batch_and_atomic_sums_are_named_where_they_happen(breaker, monkeypatch):
+    plant(breaker, monkeypatch)
     model = made("qwen3_moe")
     with bind(model, {**SAME, "moe_implementation": "eager"}, device="cpu"):
         found = {each.layout: each for each in check_parity(model)}
@@ -185,7 +204,7 @@ def test_a_split_of_one_row_alone_is_named_where_one_sequence_is_decoded(monkeyp
     def linear(rows, *rest):
         return splits_by_the_batch(rows.repeat(101, 1), *rest)[:1] if len(rows) == 1 else own(rows, *rest)
 
-    monkeypatch.setattr(fixed_order, "linear", linear)
+    plant(linear, monkeypatch)
     model = made("llama")
     with bind(model, SAME, device="cpu"):
         *others, alone = check_parity(model)
@@ -258,7 +277,7 @@ def test_the_command_says_what_holds_and_exits_with_one_where_a_required_promise
     job.write_text(JOB)
     run = CliRunner().invoke(build_app(), ["parity", str(job)])
     assert run.exit_code == 0 and "This model's forward is batch-invariant here; the job requires it" in run.output
-    monkeypatch.setattr("veomni_torch.fixed_order.linear", splits_by_the_batch)
+    plant(splits_by_the_batch, monkeypatch)
     run = CliRunner().invoke(build_app(), ["parity", str(job), "--json"])
     assert (
         run.exit_code == 1 and '"first": "model.layers.0.self_attn.q_proj (Linear, linear:fixed_order)"' in run.output
