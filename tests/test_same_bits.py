@@ -185,14 +185,17 @@ def test_a_tie_that_a_router_breaks_by_the_tokens_place_is_named_there(device, m
         later = torch.arange(self.num_experts, device=logits.device)
         return logits, weights, (logits.double() + odd * later * 1e-12).topk(self.top_k).indices
 
-    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeTopKRouter, "forward", forward)
-    model = made("qwen3_moe").to(device)
-    with bind(model, ON[device], device=device):
-        assert [each for each in check_parity(model) if not each.same_bits] == []
-        with torch.no_grad():
+    def first_differences(scale):
+        model = made("qwen3_moe").to(device)
+        with bind(model, ON[device], device=device), torch.no_grad():
             for layer in model.model.layers:
-                layer.mlp.gate.weight.zero_()
-        found = {each.layout: each.first for each in check_parity(model)}
+                layer.mlp.gate.weight.mul_(scale)
+            return {each.layout: each.first for each in check_parity(model)}
+
+    assert set(first_differences(scale=0.0).values()) == {""}
+    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeTopKRouter, "forward", forward)
+    assert set(first_differences(scale=1.0).values()) == {""}
+    found = first_differences(scale=0.0)
     assert found["padded on the left"] == found[LAYOUTS[-1]]
     assert found[LAYOUTS[-1]].startswith("model.layers.0.mlp.gate (Qwen3MoeTopKRouter")
     assert not found["in a batch of 21"]  # of a token's places there, each is as odd as in the batch of three

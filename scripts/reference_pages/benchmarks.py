@@ -177,7 +177,11 @@ TABLES: dict[str, dict[str, Table]] = {
     "library_adapters": {
         "liger": Table("liger_small_calls_h200", ("op",), (_GRAPH,), "^(rms|rot|swi)", _LIGER, "call"),
         "losses": Table(
-            "liger_losses_h200", ("shape", "call"), (f"{_CALLED} -> ms", "peak MiB"), "^T=.*(liger|own|default chunks)$", _LIGER
+            "liger_losses_h200",
+            ("shape", "call"),
+            (f"{_CALLED} -> ms", "peak MiB"),
+            "^T=.*(liger|own|default chunks)$",
+            _LIGER,
         ),
         "larger": Table("liger_adapters_h200", ("op", "call"), (f"{_CALLED} -> ms", "peak MiB"), "^moe", _LIGER),
         "quack": Table(
@@ -208,7 +212,7 @@ TABLES: dict[str, dict[str, Table]] = {
         "gpu": Table(
             "linear_h200",
             ("widths", "rows"),
-            ("veomni triton, ms", "torch, ms", "TFLOP/s", "of torch's speed"),
+            ("veomni triton, ms", "torch, ms", "of torch's speed"),
         ),
     },
     "load_balancing_loss": {

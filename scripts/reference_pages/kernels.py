@@ -19,8 +19,9 @@ What the distributions of this repository bring, by op: the names that a job may
 which of them can run on your machine, and `veomni plan` at which sites of a model: some kernels are limited to widths
 or head sizes as well, which the plan says.
 
-*Device* is the compute capability for NVIDIA's GPUs. Under *limits*: `no backward` can only evaluate; `may differ`
-does not promise the same bits on every run; `one rank's experts` runs under expert parallelism.
+*Device* is the compute capability for NVIDIA's GPUs. Under *notes*: `no backward` can only evaluate; `may differ`
+does not promise the same bits on every run; `batch-invariant` promises them in [every batch](../design/same-bits.md);
+`one rank's experts` runs under expert parallelism.
 
 Below each op is what its kernels took in one shape of each result file: the median of forward and backward,
 for rotary embeddings, gated norms, convolutions, `quack`'s norm and the norms on an H100 as a CUDA graph. *Best peer*
@@ -47,7 +48,7 @@ def _sections() -> Iterator[str]:
             yield "No kernel yet: sites are found and proven, and stay the model's own code.\n"
             continue
         rows = [_row(list(group)) for _, group in groupby(kernels, key=lambda kernel: kernel.name)]
-        yield from table(("kernel", "from", "variants", "device", "packages", "dtypes", "preference", "limits"), rows)
+        yield from table(("kernel", "from", "variants", "device", "packages", "dtypes", "preference", "notes"), rows)
         yield ""
         yield from speeds(op.name)
         links = ", ".join(f"[{title(name)}](../benchmarks/{name}.md)" for name in pages(op.name))
@@ -69,7 +70,7 @@ def _row(kernels: list[KernelSpec]) -> tuple[str, ...]:
         ),
         _told(kernels, lambda kernel: "all" if {*kernel.dtypes} == {*DTYPES} else ", ".join(kernel.dtypes)),
         _told(kernels, lambda kernel: str(kernel.preference)),
-        _told(kernels, _limits) or "-",
+        _told(kernels, _notes) or "-",
     )
 
 
@@ -94,6 +95,11 @@ def _device(needed: HardwareRequirement) -> str:
     return text + (f" to {show_capability(high)}" if high is not None else " and above" * (low is not None))
 
 
-def _limits(kernel: KernelSpec) -> str:
-    found = ["no backward"] * (not kernel.backward) + ["may differ"] * (not kernel.deterministic)
-    return ", ".join([*found, *["one rank's experts"] * kernel.expert_parallel])
+def _notes(kernel: KernelSpec) -> str:
+    found = {
+        "no backward": not kernel.backward,
+        "may differ": not kernel.deterministic,
+        "batch-invariant": kernel.batch_invariant,
+        "one rank's experts": kernel.expert_parallel,
+    }
+    return ", ".join(words for words, holds in found.items() if holds)
