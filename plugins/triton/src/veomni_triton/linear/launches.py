@@ -53,8 +53,8 @@ BY_POINTERS = (
     Launch(64, 16, 128, 4, 8),
 )
 FEWEST_ROWS = 64  # of a tile
-# In the last one's place for so few rows. Its instructions (mma) are others than those for 64 rows (wgmma), and gave the
-# same bits on an H200, in 480 products of one to 16 rows with operands of up to e^36 too.
+# In the last one's place for so few rows. Its instructions (mma) are others than those for 64 rows (wgmma), and gave
+# the same bits on an H200, in 480 products of one to 16 rows with operands of up to e^36 too.
 FEW = Launch(16, 16, 512, 2, 4)
 SHARED_BYTES = 160 << 10  # which tiles by pointers take
 SMALL = Launch(64, 64, 32, 4, 2)
