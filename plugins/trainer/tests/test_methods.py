@@ -13,6 +13,7 @@ import pytest
 import yaml
 from forked_eager import veomni_and_eager
 from post_training import EXAMPLES, needs_examples
+from transformers import TrainingArguments
 from typer.testing import CliRunner
 
 from forked_processes import veomni_on_ranks
@@ -21,6 +22,8 @@ from veomni_core.errors import CheckpointError, ConfigError
 from veomni_trainer.job.load import load_job
 from veomni_trainer.run.dry_run import dry_run
 from veomni_trainer.run.run_job import run_job
+from veomni_trainer.setup.arguments import training_arguments
+from veomni_trainer.setup.trl_arguments import trl_config
 
 pytestmark = needs_examples
 
@@ -259,3 +262,12 @@ def test_the_jobs_of_the_page_train(here: Path, over_weights: tuple[str, ...]) -
         run_job(load_job(here / "page.yaml", settings))
         assert len(rows_of(here / method)) == 1
     assert methods == ["dpo", "grpo", "classify"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_checkpointing_is_as_the_job_says_in_the_words_of_this_transformers(method, tmp_path, recwarn):
+    for wanted in (False, True):
+        train = load_job(EXAMPLES / f"{method}.yaml", [f"train.gradient_checkpointing={wanted}"]).train
+        kind, more = trl_config(train, 64) if train.uses_trl else (TrainingArguments, {})
+        assert training_arguments(train, tmp_path, kind, **more).gradient_checkpointing is wanted
+    assert not [each for each in recwarn if issubclass(each.category, FutureWarning)]

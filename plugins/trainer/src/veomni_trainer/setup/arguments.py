@@ -89,7 +89,7 @@ def training_arguments(
         report_to="none",
         disable_tqdm=True,
         log_level="error",  # what a user is to hear of is refused, or printed by the job
-        **({} if more else _checkpointing(train)),
+        **_checkpointing(train),
         remove_unused_columns=False,  # what the model doesn't take, such as a sequence's chat, is the collator's
         **({"fsdp": True, "fsdp_config": dict(_FSDP)} if train.fsdp else {}),
         **more,

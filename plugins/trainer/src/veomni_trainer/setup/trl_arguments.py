@@ -95,16 +95,15 @@ def trl_config(train: TrainSection, sequence_length: int) -> tuple[type, dict[st
 
     name = "RewardConfig" if train.method == "reward" else f"{train.method.upper()}Config"
     kind = getattr(orpo() if train.method == "orpo" else trl, name)
-    common = {"gradient_checkpointing": train.gradient_checkpointing}
     if train.method == "sft":
         # The job's own sequences: nothing is left to prepare.
-        return kind, {**common, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        return kind, {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
     if train.drawn is not None:
         settings = train.drawn.model_dump(exclude={"reward", "beta", "replay_routers"})
         # With a beta TRL would look for a reference model by the model's name; the job's trainer gives it one.
-        return kind, {**common, "beta": 0.0, **settings}
+        return kind, {"beta": 0.0, **settings}
     own = getattr(train, train.method)
-    return kind, {**common, "max_length": sequence_length, **(own.model_dump() if own else {})}
+    return kind, {"max_length": sequence_length, **(own.model_dump() if own else {})}
 
 
 def method_inputs(job: Job, tokenizer: Tokenizer, device: torch.device) -> MethodInputs:
