@@ -110,12 +110,12 @@ class Corpus:
             totals.update({int(token): count for token, count in ends.items()})
         return dict(totals)
 
-    def fingerprint(self, tokens: str | None = None) -> str:
+    def fingerprint(self, made: Mapping[str, Any]) -> str:
         """The number of training sequences and a hash of some of them, as JSON: whether two jobs train on the same.
 
         They are spread evenly over all, with the last among them. A text that became longer or shorter moves the
         boundaries of all sequences after it, so these differ too. Of a stream, which has no number of them, they are
-        the first ones. ``tokens`` names what makes tokens of them, where they are rows that have none yet.
+        the first ones. ``made`` is put beside them: what else decides what is learned from them.
         """
         digest = hashlib.sha256()
         training: Any = self.training
@@ -127,7 +127,6 @@ class Corpus:
         for sequence in some:
             for _, values in sorted(sequence.items()):
                 digest.update(_as_bytes(values))
-        made = {"tokens": tokens} if tokens else {}
         return json.dumps({"sequences": self.sequences, "sha256": digest.hexdigest(), **made})
 
 

@@ -9,6 +9,7 @@ import math
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import sha256
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,12 @@ def check_method(job: Job, tokenizer: Tokenizer, processes: int) -> None:
             f"train.{train.method}.num_generations: {train.drawn.num_generations} does not divide the {completions} "
             "completions of a step (train.batch_size x gradient_accumulation x processes); write a divisor of them"
         )
+
+
+def reward_hashes(train: TrainSection) -> dict[str, str]:
+    """Hashes of the files that rewards come from, by the functions' names."""
+    named = [each.rpartition(":") for each in (train.drawn.rewards if train.drawn else ())]
+    return {name: sha256(Path(where).read_bytes()).hexdigest() for where, _, name in named if where.endswith(".py")}
 
 
 def trl_tokenizer(job: Job, tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
