@@ -27,6 +27,7 @@ from veomni_trainer.job.method_packages import orpo
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.setup.model import build_model
+from veomni_transformers.jobs.hub_snapshots import nearest
 
 Reward = Callable[..., list[float | None]]
 
@@ -175,7 +176,7 @@ def _module_of(where: str, reference: str, key: str) -> Any:
         if not where.endswith(".py"):
             return importlib.import_module(where)
         if not Path(where).is_file():
-            raise JobFileError(f"{key}: there is no file {where}")
+            raise JobFileError(f"{key}: there is no file {where}.{nearest(Path(where))}")
         spec = importlib.util.spec_from_file_location(Path(where).stem, where)
         assert spec is not None and spec.loader is not None, "a file that ends with .py has a loader"
         module = importlib.util.module_from_spec(spec)
