@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeAlias
 
 from veomni_core.commands import shown
-from veomni_trainer.data.messages import check_characters
+from veomni_trainer.data.messages import check_characters, parse_json
 from veomni_trainer.data.reading import BadLine, Unreadable
 from veomni_trainer.data.text import read_lines, read_text
 
@@ -100,7 +100,7 @@ class JsonTable(JsonLinesTable):
     def _rows(self) -> list[Any]:
         text = read_text(self._path).removeprefix("\ufeff")
         try:
-            value = json.loads(text)
+            value = parse_json(text)
         except (ValueError, RecursionError) as error:
             first, _, rest = text.strip().partition("\n")
             if rest and isinstance(_parse_object(first), dict):
@@ -225,7 +225,7 @@ def kind_of(value: Any) -> str:
 
 def _parse_object(line: str) -> Row | BadLine:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except (ValueError, RecursionError) as error:
         return BadLine(f"not JSON: {_where(error)}")
     return _as_row(value, "hold")
