@@ -199,6 +199,7 @@ class _RowReader(SourceReader[dict[str, Any]]):
         super().__init__(source, tokenizer, reading, tokenizer.no_media if train.takes_images else text_alone)
         self._wanted, self._needs = train.columns, ", ".join(train.columns)
         self._classifies, self._draws = train.method == "classify", train.columns == PROMPTS
+        self._learns = not train.scores_sequences
         if self._written is not None and "label" in self._wanted:
             self._written = self._written.model_copy(update={"label": self._written.label or "label"})
         self._first: tuple[bool, str] | None = None  # whether the first row is a chat, and where it is
@@ -252,7 +253,7 @@ class _RowReader(SourceReader[dict[str, Any]]):
             if self._chats and not isinstance(prompt, str) and images is None:
                 for answer in said.values() or ([],):
                     assert not isinstance(answer, str)
-                    self._chats.check(prompt, answer, tools)
+                    self._chats.check(prompt, answer, tools, is_part=self._learns)
         words = json.dumps([read, tools], ensure_ascii=False)
         check_characters(json.dumps(row, ensure_ascii=False, default=str) if self._draws else words, "the row")
         if self._processor is not None:
