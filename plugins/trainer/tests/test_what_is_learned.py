@@ -369,6 +369,17 @@ def test_pairs_that_teach_nothing_are_counted_or_refused(jsonl: Write, chat_toke
         checked(jsonl(same), chat_tokenizer, train, 99)
 
 
+def test_what_orpo_adds_to_a_chat_is_named_once(tmp_path: Path, jsonl: Write, chat_tokenizer: str) -> None:
+    rows, orpo = jsonl(*[{"prompt": [CHAT[0]], **PREFERRED}] * 2), DPO.model_copy(update={"method": "orpo"})
+    tokenizer = load_tokenizer(chat_tokenizer).pretrained
+    assert tokenizer is not None
+    tokenizer.bos_token = "<|endoftext|>"
+    (note,) = checked(rows, saved(tokenizer, tmp_path / "begins"), orpo, 99).notes  # type: ignore[arg-type]
+    assert "<|endoftext|> before each prompt and <|im_end|> behind the end of each answer" in note
+    assert not checked(jsonl(FOXES), chat_tokenizer, orpo, 99).notes
+    assert not checked(rows, chat_tokenizer, DPO, 99).notes
+
+
 @pytest.mark.parametrize(
     ("labels", "said"),
     [((True, True), "all 2 completions are wanted"), ((False, False), "not wanted"), ((True, False), "")],

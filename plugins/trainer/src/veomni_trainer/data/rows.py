@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -150,10 +150,20 @@ def check_answers(
         else []
     )
     notes += [f"warning: {same:,} pairs teach nothing: chosen and rejected are the same in them"] if same else []
+    if train.method == "orpo" and (added := [*_added_by_orpo(ids, whole[0], tokenizer)]):
+        notes.append(f"warning: TRL's trainer of orpo adds what sft has not in the same rows: {' and '.join(added)}")
     if train.method == "kto" and wanted in (0, number):
         kind, other = ("wanted", "are not") if wanted else ("not wanted", "are")
         notes.append(f"warning: all {number:,} completions are {kind}; kto needs some that {other}")
     return replace(corpus, notes=(*corpus.notes, *notes))
+
+
+def _added_by_orpo(prompt: list[int], whole: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """What TRL's trainer of ORPO adds to the tokens of a prompt, and of one with its answer."""
+    if tokenizer.bos_token_id not in (None, prompt[0]):
+        yield f"{tokenizer.bos_token} before each prompt"
+    if tokenizer.eos_token_id != whole[-1]:
+        yield f"{tokenizer.eos_token} behind the end of each answer"
 
 
 def _whole(
