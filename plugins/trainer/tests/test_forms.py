@@ -35,16 +35,6 @@ def with_template(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved(byte_level(), tmp_path_factory.mktemp("chat"))
 
 
-@pytest.fixture
-def jsonl(tmp_path: Path) -> Write:
-    def write(*rows: Any) -> Path:
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return path
-
-    return write
-
-
 def turns(*said: dict[str, str]) -> str:
     """The turns as the template of the tests writes them."""
     return "".join(f"{START}{each['role']}\n{each['content']}{END}" for each in said)
