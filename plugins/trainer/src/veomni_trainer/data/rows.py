@@ -144,11 +144,9 @@ def check_answers(
             f"{_KEY}: chosen and rejected are the same in each pair, up to data.sequence_length {longest:,}, so there "
             "is nothing to learn. Raise it, or correct the pairs"
         )
-    notes = (
-        [f"warning: {cut:,} answers go on behind data.sequence_length {longest:,}, and are cut off there"]
-        if cut
-        else []
-    )
+    notes = []
+    if cut:
+        notes.append(f"warning: {cut:,} answers go on behind data.sequence_length {longest:,}, and are cut off there")
     notes += [f"warning: {same:,} pairs teach nothing: chosen and rejected are the same in them"] if same else []
     if train.method == "orpo" and (added := [*_added_by_orpo(ids, whole[0], tokenizer)]):
         notes.append(f"warning: TRL's trainer of orpo adds what sft has not in the same rows: {' and '.join(added)}")

@@ -75,7 +75,8 @@ class JsonLinesTable:
         self._path = path
 
     def columns(self) -> dict[str, str]:
-        return _columns_of(next((row for _, row in self.rows(()) if row and not isinstance(row, BadLine)), {}))
+        first: Row = next((row for _, row in self.rows(()) if row and not isinstance(row, BadLine)), {})
+        return {name: kind_of(value) for name, value in first.items()}
 
     def rows(self, names: Collection[str]) -> Iterator[tuple[int, Row | BadLine]]:
         for number, line in read_lines(self._path):
@@ -209,10 +210,6 @@ def _check_header(names: list[str] | BadLine) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise Unreadable(f"names columns twice in its header: {', '.join(twice)}")
-
-
-def _columns_of(row: Row) -> dict[str, str]:
-    return {name: kind_of(value) for name, value in row.items()}
 
 
 def kind_of(value: Any) -> str:

@@ -84,9 +84,8 @@ def run_job(
             print_once(done)
             return Ending(), None
         start = prepare(job, folder, point, accept_plan_change, frozen, registry)
-        if done := completion(
-            job, folder, point, start.arguments.max_steps
-        ):  # of a job in epochs, whose steps depend on its data
+        steps = start.arguments.max_steps  # of a job in epochs they depend on its data
+        if done := completion(job, folder, point, steps):
             print_once(done)
             return Ending(), None
         if compare != EAGER:

@@ -54,8 +54,7 @@ class InterruptCallback(TrainerCallback):
     """Stops training at the end of the step in which a signal arrives; a second signal stops it immediately."""
 
     def __init__(self) -> None:
-        self.requested = False
-        self.interrupted = False
+        self.requested = self.interrupted = False
 
     def request(self) -> None:
         """End training after the step that runs, as a signal does."""
