@@ -102,6 +102,11 @@ BAD_FILES = {
     "two objects in a line": BadFile(
         "a.jsonl", b'{"text": "a"} {"text": "b"}\n', ", line 1: not JSON: Extra data at column 15" + _SKIP
     ),
+    "a key that is there twice": BadFile(
+        "a.jsonl",
+        _lines(*_GOOD, b'{"text": "a", "meta": [{"id": 1, "id": 2}]}\n'),
+        ", line 7: not JSON: the key 'id' is there twice, with 1 (integer) and 2 (integer)" + _SKIP,
+    ),
     "an object over several lines": BadFile(
         "a.jsonl",
         b'{\n "text": "a"\n}\n',

@@ -15,6 +15,7 @@ import torch
 import yaml
 from planted_kernels import PLUGIN
 from post_training import EXAMPLES
+from small_tokenizers import byte_level, saved
 from tiny_configs import LLAMA, QWEN3_MOE
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 60
@@ -98,6 +99,24 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]
         monkeypatch.delitem(sys.modules, "acme_planted", raising=False)
 
     return install
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[..., Path]:
+    """Writes rows as JSON lines."""
+
+    def write(*rows: Any, name: str = "rows.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tokenizer with a chat template."""
+    return saved(byte_level(), tmp_path_factory.mktemp("chat"))
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def test_a_dry_run_of_a_resumed_job_starts_at_its_checkpoint(
 def test_a_dry_run_refuses_what_training_refuses(job_data: dict[str, Any], write_job: WriteJob) -> None:
     cases: list[tuple[dict[str, Any], type[VeOmniError], str]] = [
         ({"train": {"batch_size": 5000}}, JobFileError, "one step takes 5,000"),
-        ({"data": {"files": "nowhere"}}, JobFileError, "no file or folder"),
+        ({"data": {"files": "text/aa.txt"}}, JobFileError, r"no file or folder .*/aa\.txt\. Did you mean 'a\.txt'\?"),
         ({"model": {"ops_implementation": {"rms_norm_implementation": "tritn"}}}, UnknownNameError, "tritn"),
         ({"model": {"weights": "nowhere"}}, VeOmniError, "nowhere"),
     ]

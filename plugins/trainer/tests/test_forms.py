@@ -35,16 +35,6 @@ def with_template(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved(byte_level(), tmp_path_factory.mktemp("chat"))
 
 
-@pytest.fixture
-def jsonl(tmp_path: Path) -> Write:
-    def write(*rows: Any) -> Path:
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return path
-
-    return write
-
-
 def turns(*said: dict[str, str]) -> str:
     """The turns as the template of the tests writes them."""
     return "".join(f"{START}{each['role']}\n{each['content']}{END}" for each in said)
@@ -341,7 +331,7 @@ def test_a_row_that_means_more_than_the_first_is_a_bad_line(
         documents(path, with_template) if method == "pretrain" else rows_of(path, with_template, method)
 
 
-@pytest.mark.parametrize("method", ["dpo", "orpo", "kto", "reward"])
+@pytest.mark.parametrize("method", ["dpo", "orpo", "kto"])
 def test_a_template_that_renders_past_turns_otherwise_hides_the_answer(
     jsonl: Write, tmp_path: Path, method: str
 ) -> None:
@@ -349,6 +339,7 @@ def test_a_template_that_renders_past_turns_otherwise_hides_the_answer(
     tokenizer = saved(byte_level(numbered), tmp_path / "numbered")
     with pytest.raises(JobFileError, match="renders turn 2 otherwise .* can't be told which tokens are the answer's"):
         rows_of(jsonl(KTO if method == "kto" else PAIR), tokenizer, method)
+    assert rows_of(jsonl(PAIR), tokenizer, "reward")[0]["chosen"] == [BOT]  # a score is that of the whole chat
 
 
 def test_learned_masks_are_booleans_in_the_store(jsonl: Write) -> None:

@@ -138,7 +138,8 @@ def test_weights_that_are_read_again_must_be_those_of_the_start(
     another = ChangedKey("model.weights", "org/name@1", "org/name@2")
     check_base(checkpoint, moved, [another])  # an earlier version has not said what it started from
     (checkpoint / BASE).write_text(known_base(start, None) or "", encoding="utf-8")
-    assert known_base(moved, checkpoint) == base_of(moved) == base_of(start)
+    assert known_base(moved, checkpoint) == base_of(moved) == base_of(start) == known_base(dpo, None)
+    assert known_base(whole, None) is None  # nothing reads them again
     check_base(checkpoint, moved, [])
     state = load_file(weights / "model.safetensors")
     state["model.norm.weight"][-1] += 1

@@ -198,6 +198,25 @@ def test_a_run_does_not_go_on_with_other_tokens(here: Path, go: Go, method: str,
             start(load_job(here / f"{method}.yaml", changes), resume=True)
 
 
+def test_each_row_is_compared_before_a_run_goes_on(here: Path, go: Go) -> None:
+    rows = "".join(f'{{"text": "text {number}", "label": "{number % 2}"}}\n' for number in range(130))
+    (here / "rows.jsonl").write_text(rows, encoding="utf-8")
+    always = ("data.files=rows.jsonl", "train.save_every=1", "train.export=false")
+    go("classify", "train.steps=1", *always)
+    (here / "rows.jsonl").write_text(rows.replace('text 3"', 'text X"'), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"on other sequences than this job's \(130 then, 130 now\)"):
+        go("classify", "train.steps=2", *always, resume=True)
+
+
+def test_a_run_does_not_go_on_with_an_edited_reward(here: Path, go: Go) -> None:
+    always = ("train.save_every=1", "train.grpo.max_completion_length=2")
+    go("grpo", "train.steps=1", *always)
+    edited = (here / "rewards.py").read_text(encoding="utf-8").replace("/ 16", "/ 8")
+    (here / "rewards.py").write_text(edited, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"other rewards: the file of contains_answer, brevity was edited"):
+        go("grpo", "train.steps=2", *always, resume=True)
+
+
 def plan_of(job: Path, *changes: str) -> dict[str, Any]:
     sets = [part for change in changes for part in ("--set", change)]
     result = CliRunner().invoke(build_app(), ["plan", str(job), "--json", *sets])

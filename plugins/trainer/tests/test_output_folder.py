@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
 from veomni_core.errors import ConfigError, HostError
 from veomni_trainer.output.folder import LOCK, locked
 from veomni_trainer.report import write
 
 Train = Callable[..., bool]
+FULL = "No space left on device (os error 28)"  # as libraries in Rust say it
 
 
 @pytest.mark.thorough
@@ -114,13 +116,49 @@ def test_a_disk_that_fills_up_leaves_earlier_checkpoints_whole(
     kept = {path: path.read_bytes() for path in (run / "checkpoint-2").iterdir()}
     with _largest_file(size), pytest.raises(HostError) as caught:
         train(job_data, resume=True)
-    assert "can't be written: " in str(caught.value)
+    assert "checkpoint-4 can't be written: " in str(caught.value)
     assert "a checkpoint takes about 468,864 bytes, and the disk of " in str(caught.value)
-    assert str(caught.value).endswith("The checkpoints before are whole: go on from checkpoint-2 with --resume.")
+    assert str(caught.value).endswith("Free some, and go on from checkpoint-2, which is whole, with --resume")
     assert {path: path.read_bytes() for path in (run / "checkpoint-2").iterdir()} == kept
     assert not [*run.glob(".incomplete"), *run.glob("checkpoint-4")]
     train(job_data, resume=True)
     assert len(losses(run)) == 4
+
+
+@pytest.mark.parametrize(
+    ("writer", "error", "says"),
+    [
+        (
+            "checkpoints.write_manifest",
+            Exception(FULL),
+            "checkpoint-4 can't be written: .*, and go on from checkpoint-2",
+        ),
+        ("record.append_metrics", OSError(errno.ENOSPC, "full"), "metrics.jsonl or report.html can't be written: "),
+        ("run_job.export_checkpoint", SafetensorError(FULL), "run/model can't be written: .* the same command"),
+    ],
+    ids=["tokenizers", "metrics", "export"],
+)
+def test_a_full_disk_is_named_by_what_was_being_written(
+    job_data: dict[str, Any],
+    train: Train,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    writer: str,
+    error: Any,
+    says: str,
+) -> None:
+    def full(*_: Any) -> None:
+        raise error
+
+    train(job_data, "train.steps=2")
+    kept = {path: path.read_bytes() for path in (run / "checkpoint-2").iterdir()}
+    monkeypatch.setattr(f"veomni_trainer.run.{writer}", full)
+    with pytest.raises(HostError, match=says):
+        train(job_data, "train.export=true", resume=True)
+    assert {path: path.read_bytes() for path in (run / "checkpoint-2").iterdir()} == kept
+    assert not [*run.glob(".incomplete"), *run.glob("*.tmp")]
+    monkeypatch.undo()
+    train(job_data, "train.export=true", resume=True)
 
 
 @pytest.mark.thorough
@@ -131,7 +169,9 @@ def test_a_report_that_cannot_be_written_is_said_and_written_later(
         raise OSError(errno.ENOSPC, "No space left on device", "report.html")
 
     monkeypatch.setattr(write, "write_whole", full)
-    with pytest.raises(HostError, match=r"run can't be written: .*No space left.* bytes free\. The checkpoints in it"):
+    with pytest.raises(
+        HostError, match=r"report\.html can't be written: .*No space left.* bytes free\. The checkpoints of"
+    ):
         train(job_data)
     monkeypatch.undo()
     train(job_data, resume=True)

@@ -98,7 +98,7 @@ REFUSED: list[tuple[str, list[str], dict[str, str], type[VeOmniError], list[str]
         JobFileError,
         ["data.columns (name the columns in train.classify) and data.prompt_format; leave that out"],
     ),
-    ("grpo", ["train.grpo.reward=judges.py:brevity"], {}, JobFileError, ["there is no file", "judges.py"]),
+    ("grpo", ["train.grpo.reward=reward.py:f"], {}, JobFileError, ["reward.py. Did you mean 'rewards.py'?"]),
     ("grpo", ["train.grpo.reward=no_such_module:f"], {}, JobFileError, ["can't be imported: ModuleNotFoundError"]),
     ("kto", ["train.method=dpo", "train.dpo=null"], {}, JobFileError, ["kto has the settings of method: kto"]),
     ("kto", ["train.batch_size=1"], {}, JobFileError, ["measures the divergence on the other rows of a batch"]),

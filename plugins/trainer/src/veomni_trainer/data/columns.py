@@ -32,9 +32,8 @@ def find_columns(columns: Mapping[str, str], may_have_more: bool) -> Columns:
     Raises:
         Unreadable: there are none, or they can be read in several ways.
     """
-    columns = {
-        name: TURNS if holds == TEXT and name in _MESSAGES else holds for name, holds in columns.items()
-    }  # as JSON
+    # Turns may be text, as JSON.
+    columns = {name: TURNS if holds == TEXT and name in _MESSAGES else holds for name, holds in columns.items()}
     beside = _beside(columns, may_have_more)
     chats = [name for name, holds in columns.items() if holds == TURNS]
     prompts = [name for name in _PROMPTS if name in columns]

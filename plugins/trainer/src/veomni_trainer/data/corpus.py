@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from veomni_core.errors import JobFileError
 from veomni_trainer.data.batches import CHAT, Batcher, Metadata, learned_labels
 from veomni_trainer.data.files import find_files
 from veomni_trainer.data.media.processor import MediaProcessor
+from veomni_trainer.data.media.sources import Medium
 from veomni_trainer.data.orders import WeightedOrder
 from veomni_trainer.data.read import read_documents
 from veomni_trainer.data.reading import Reading
@@ -110,24 +111,25 @@ class Corpus:
             totals.update({int(token): count for token, count in ends.items()})
         return dict(totals)
 
-    def fingerprint(self, tokens: str | None = None) -> str:
-        """The number of training sequences and a hash of some of them, as JSON: whether two jobs train on the same.
+    def fingerprint(self, made: Mapping[str, Any]) -> str:
+        """The number of training sequences and a hash, as JSON: whether two jobs train on the same.
 
-        They are spread evenly over all, with the last among them. A text that became longer or shorter moves the
-        boundaries of all sequences after it, so these differ too. Of a stream, which has no number of them, they are
-        the first ones. ``tokens`` names what makes tokens of them, where they are rows that have none yet.
+        It is that of all rows, which have no tokens yet: ``made``, which is put beside it, names what makes them. Of
+        sequences it takes some, spread evenly, with the last among them: a text that became longer or shorter moves the
+        boundaries of all after it, so these differ too. Of a stream it takes the first ones.
         """
-        digest = hashlib.sha256()
+        digest = sha256()
         training: Any = self.training
         if isinstance(training, Stream):
             some = training.first(_SAMPLES)
+        elif made["tokens"]:
+            some = training.with_transform(_hashed) if self.processor else training
         else:
             chosen = np.unique(np.linspace(0, len(training) - 1, _SAMPLES).astype(int))
             some = (training[int(index)] for index in chosen)
         for sequence in some:
-            for _, values in sorted(sequence.items()):
-                digest.update(_as_bytes(values))
-        made = {"tokens": tokens} if tokens else {}
+            for name, values in sorted(sequence.items()):
+                digest.update(name.encode() + _as_bytes(values))
         return json.dumps({"sequences": self.sequences, "sha256": digest.hexdigest(), **made})
 
 
@@ -265,12 +267,14 @@ def _files_at(path: Path) -> list[Path]:
     return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
 
 
+def _hashed(rows: dict[str, Any]) -> dict[str, Any]:
+    """The rows with hashes of their images' bytes."""
+    digests = [[sha256(Medium("image", **each).read()).hexdigest() for each in images] for images in rows["images"]]
+    return {**rows, "images": digests}
+
+
 def _as_bytes(value: Any) -> bytes:
-    """A tensor's numbers; of chats with media their text; what else is in a row, as JSON: text, and images' pixels."""
+    """A tensor's numbers; of chats with media their text; what else is in a row, as JSON."""
     if isinstance(value, list) and value and isinstance(value[0], tuple):
         return "".join(chat.text for _, chat in value).encode()
-    return value.numpy().tobytes() if isinstance(value, Tensor) else json.dumps(value, default=_hash_of).encode()
-
-
-def _hash_of(image: Any) -> str:
-    return hashlib.sha256(image.tobytes()).hexdigest()
+    return value.numpy().tobytes() if isinstance(value, Tensor) else json.dumps(value, default=str).encode()

@@ -88,10 +88,24 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
     return tools or None
 
 
+def parse_json(text: str) -> Any:
+    """The value in ``text``. Raises ValueError where it is no JSON, or a key is twice in an object."""
+    return json.loads(text, object_pairs_hook=_with_each_key_once)
+
+
+def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} is there twice, with {shown(found[key])} and {shown(value)}")
+        found[key] = value
+    return found
+
+
 def _parsed(value: Any, what: str) -> list[Any]:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except (ValueError, RecursionError):
             raise BadLine(f"{what} must be a list, or one as JSON; got {shown(value)}") from None
     if not isinstance(value, list):
@@ -161,10 +175,7 @@ def _part(part: Any, where: str, no_media: str) -> dict[str, Any]:
 
 def _calls_in(text: Any, where: str) -> list[Any]:
     """The calls in the JSON of a turn of ShareGPT: one, or a list of them."""
-    try:
-        value = json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        raise BadLine(f"the calls of {where} are not JSON: {shown(text)}") from None
+    value = _parsed_of(text, f"the calls of {where}")
     return [{"type": "function", "function": each} for each in (value if isinstance(value, list) else [value])]
 
 
@@ -183,7 +194,11 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
         return {**call, "function": _call(function, where)}
     if not isinstance(arguments := call.get("arguments"), str):
         return call
+    return {**call, "arguments": _parsed_of(arguments, f"the arguments of a call in {where}")}
+
+
+def _parsed_of(text: Any, what: str) -> Any:
     try:
-        return {**call, "arguments": json.loads(arguments)}
-    except (ValueError, RecursionError):
-        raise BadLine(f"the arguments of a call in {where} are not JSON: {shown(arguments)}") from None
+        return parse_json(text)
+    except (TypeError, ValueError, RecursionError):
+        raise BadLine(f"{what} are not JSON: {shown(text)}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -144,16 +144,24 @@ def check_answers(
             f"{_KEY}: chosen and rejected are the same in each pair, up to data.sequence_length {longest:,}, so there "
             "is nothing to learn. Raise it, or correct the pairs"
         )
-    notes = (
-        [f"warning: {cut:,} answers go on behind data.sequence_length {longest:,}, and are cut off there"]
-        if cut
-        else []
-    )
+    notes = []
+    if cut:
+        notes.append(f"warning: {cut:,} answers go on behind data.sequence_length {longest:,}, and are cut off there")
     notes += [f"warning: {same:,} pairs teach nothing: chosen and rejected are the same in them"] if same else []
+    if train.method == "orpo" and (added := [*_added_by_orpo(ids, whole[0], tokenizer)]):
+        notes.append(f"warning: TRL's trainer of orpo adds what sft has not in the same rows: {' and '.join(added)}")
     if train.method == "kto" and wanted in (0, number):
         kind, other = ("wanted", "are not") if wanted else ("not wanted", "are")
         notes.append(f"warning: all {number:,} completions are {kind}; kto needs some that {other}")
     return replace(corpus, notes=(*corpus.notes, *notes))
+
+
+def _added_by_orpo(prompt: list[int], whole: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """What TRL's trainer of ORPO adds to the tokens of a prompt, and of one with its answer."""
+    if tokenizer.bos_token_id not in (None, prompt[0]):
+        yield f"{tokenizer.bos_token} before each prompt"
+    if tokenizer.eos_token_id != whole[-1]:
+        yield f"{tokenizer.eos_token} behind the end of each answer"
 
 
 def _whole(
@@ -199,6 +207,7 @@ class _RowReader(SourceReader[dict[str, Any]]):
         super().__init__(source, tokenizer, reading, tokenizer.no_media if train.takes_images else text_alone)
         self._wanted, self._needs = train.columns, ", ".join(train.columns)
         self._classifies, self._draws = train.method == "classify", train.columns == PROMPTS
+        self._learns = not train.scores_sequences
         if self._written is not None and "label" in self._wanted:
             self._written = self._written.model_copy(update={"label": self._written.label or "label"})
         self._first: tuple[bool, str] | None = None  # whether the first row is a chat, and where it is
@@ -252,7 +261,7 @@ class _RowReader(SourceReader[dict[str, Any]]):
             if self._chats and not isinstance(prompt, str) and images is None:
                 for answer in said.values() or ([],):
                     assert not isinstance(answer, str)
-                    self._chats.check(prompt, answer, tools)
+                    self._chats.check(prompt, answer, tools, is_part=self._learns)
         words = json.dumps([read, tools], ensure_ascii=False)
         check_characters(json.dumps(row, ensure_ascii=False, default=str) if self._draws else words, "the row")
         if self._processor is not None:

@@ -10,13 +10,7 @@ from typing import Generic, TypeVar
 
 from veomni_core.errors import JobFileError
 from veomni_trainer.data.chat import Chats
-from veomni_trainer.data.columns import (
-    check_columns,
-    check_unread,
-    names_of,
-    unread_that_matter,
-    with_media,
-)
+from veomni_trainer.data.columns import check_columns, check_unread, names_of, unread_that_matter, with_media
 from veomni_trainer.data.files import DATASET, HUB, TEXT, FoundFile, find_files, other_kind
 from veomni_trainer.data.media.rows import MediaRows
 from veomni_trainer.data.messages import Message

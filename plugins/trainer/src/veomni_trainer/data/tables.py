@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeAlias
 
 from veomni_core.commands import shown
-from veomni_trainer.data.messages import check_characters
+from veomni_trainer.data.messages import check_characters, parse_json
 from veomni_trainer.data.reading import BadLine, Unreadable
 from veomni_trainer.data.text import read_lines, read_text
 
@@ -75,7 +75,8 @@ class JsonLinesTable:
         self._path = path
 
     def columns(self) -> dict[str, str]:
-        return _columns_of(next((row for _, row in self.rows(()) if row and not isinstance(row, BadLine)), {}))
+        first: Row = next((row for _, row in self.rows(()) if row and not isinstance(row, BadLine)), {})
+        return {name: kind_of(value) for name, value in first.items()}
 
     def rows(self, names: Collection[str]) -> Iterator[tuple[int, Row | BadLine]]:
         for number, line in read_lines(self._path):
@@ -100,7 +101,7 @@ class JsonTable(JsonLinesTable):
     def _rows(self) -> list[Any]:
         text = read_text(self._path).removeprefix("\ufeff")
         try:
-            value = json.loads(text)
+            value = parse_json(text)
         except (ValueError, RecursionError) as error:
             first, _, rest = text.strip().partition("\n")
             if rest and isinstance(_parse_object(first), dict):
@@ -211,10 +212,6 @@ def _check_header(names: list[str] | BadLine) -> None:
         raise Unreadable(f"names columns twice in its header: {', '.join(twice)}")
 
 
-def _columns_of(row: Row) -> dict[str, str]:
-    return {name: kind_of(value) for name, value in row.items()}
-
-
 def kind_of(value: Any) -> str:
     """What a column holds whose first value is this one."""
     if not isinstance(value, list):
@@ -225,7 +222,7 @@ def kind_of(value: Any) -> str:
 
 def _parse_object(line: str) -> Row | BadLine:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except (ValueError, RecursionError) as error:
         return BadLine(f"not JSON: {_where(error)}")
     return _as_row(value, "hold")

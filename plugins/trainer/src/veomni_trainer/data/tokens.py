@@ -212,7 +212,8 @@ def _read_template(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise JobFileError(f"data.chat_template: {path} can't be read as text: {error}") from None
+        alike = "" if path.exists() else f".{nearest(path)}"
+        raise JobFileError(f"data.chat_template: {path} can't be read as text: {error}{alike}") from None
 
 
 def _end_of_document(tokenizer: PreTrainedTokenizerBase, name: str, path: Path, wanted: str | None) -> int:

@@ -14,6 +14,7 @@ from veomni_trainer.job.data_section import BYTES, STDLIB, DataSection
 from veomni_trainer.job.problems import check_assignment, explain_problems
 from veomni_trainer.job.schema import Job
 from veomni_transformers.jobs.assignments import assigned, read_assignments
+from veomni_transformers.jobs.hub_snapshots import is_hub_id
 from veomni_transformers.jobs.job_files import check_variables
 
 
@@ -73,18 +74,24 @@ def _written_to(name: str, key: str) -> str:
 def _file_beside(reference: str, folder: Path) -> str:
     """``file.py:function`` with the file's path looked up; ``module:function`` as it is."""
     where, colon, name = reference.rpartition(":")
-    return f"{beside_job(where, folder)}{colon}{name}" if where.endswith(".py") else reference
+    return f"{_beside_job(where, folder)}{colon}{name}" if where.endswith(".py") else reference
 
 
 def _beside(data: DataSection, folder: Path) -> DataSection:
     """The section with its relative paths looked up in ``folder`` first, then in the working directory."""
     paths: dict[str, Any] = {}
     if data.chat_template is not None:
-        paths["chat_template"] = beside_job(data.chat_template, folder)
+        paths["chat_template"] = _beside_job(data.chat_template, folder)
     if isinstance(data.cache, str):
         paths["cache"] = _written_to(data.cache, "data.cache")
-    named = data.renamed(lambda key, name, _: name if name in (STDLIB, BYTES) else beside_job(name, folder))
+    named = data.renamed(lambda key, name, _: name if name in (STDLIB, BYTES) else _beside_job(name, folder))
     return named.model_copy(update=paths)
+
+
+def _beside_job(name: str, folder: Path) -> str:
+    """As :func:`beside_job`; what is nowhere and no Hub id would be in ``folder``, where errors find what is alike."""
+    found = beside_job(name, folder)
+    return found if is_hub_id(found) else str(folder / at_home(found))
 
 
 def apply_overrides(data: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:

@@ -40,8 +40,8 @@ def known_base(job: Job, checkpoint: Path | None) -> str | None:
     Raises:
         CheckpointError: as :func:`base_of`.
     """
-    if checkpoint is None:
-        return base_of(job)
+    if checkpoint is None:  # what draws completions may get a beta, and with it a reference, when it goes on
+        return base_of(job) if job.reads_weights_again or job.train.drawn else None
     stored = checkpoint / BASE
     return stored.read_text(encoding="utf-8", errors="replace") if stored.is_file() else None
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import nn
 
-from veomni_core.errors import ConfigError, HostError
+from veomni_core.errors import ConfigError, HostError, VeOmniError
 from veomni_trainer.job.train_section import TrainSection
 
 _ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.ENOTDIR)
-_SIGNS = ("PytorchStreamWriter", "No space left", "unexpected pos")  # torch raises RuntimeError where it can't write
+# Of torch, which raises RuntimeError or its CheckpointException; and of tokenizers, which raises a bare Exception.
+_SIGNS = ("PytorchStreamWriter", "No space left", "unexpected pos", "(os error ")
 
 
 def existing(path: Path) -> Path:
@@ -37,32 +38,31 @@ def free_bytes(path: Path) -> int:
 
 
 def write_failure(error: BaseException) -> str:
-    """Why a write failed, if ``error`` says that one did; otherwise nothing.
-
-    Python raises ``OSError`` for that, safetensors an error of its own, and torch a ``RuntimeError``.
-    """
+    """Why a write failed, if ``error`` says that one did; otherwise nothing."""
     if isinstance(error, OSError):
         return str(error) if error.errno is None or error.errno in _ERRNOS else ""
-    if isinstance(error, SafetensorError) or (isinstance(error, RuntimeError) and any(s in str(error) for s in _SIGNS)):
-        return str(error).splitlines()[0]
-    return ""
+    from veomni_trainer.output.shards import reason  # imports transformers
+
+    said = reason(error)
+    is_write = isinstance(error, SafetensorError) or any(sign in said for sign in _SIGNS)
+    return said if is_write and not isinstance(error, VeOmniError) else ""
 
 
 @contextmanager
-def naming_failed_writes(folder: Path) -> Iterator[None]:
-    """Turn what Python raises where a file in ``folder`` can't be written into an error that names the folder.
+def naming_failed_writes(path: Path) -> Iterator[None]:
+    """Name ``path``, which is made of a run's checkpoints, where it can't be written.
 
     Raises:
-        HostError: a file could not be written.
+        HostError: it could not be written.
     """
     try:
         yield
-    except OSError as error:
+    except Exception as error:
         if not (why := write_failure(error)):
             raise
         raise HostError(
-            f"{folder} can't be written: {why}. Its disk has {free_bytes(folder):,} bytes free. The checkpoints in it "
-            "are whole; when there is room, the same command with --resume writes the rest"
+            f"{path} can't be written: {why}. Its disk has {free_bytes(path.parent):,} bytes free. The checkpoints of "
+            "the run are whole; when there is room, the same command (veomni train with --resume) writes the rest"
         ) from error
 
 

@@ -52,12 +52,8 @@ _NAMED_BY_INDEXES = {
 def layout_of(train: TrainSection, processes: int) -> dict[str, int]:
     """The sizes under which ``processes`` processes write a checkpoint, and how many sequences one step takes."""
     batches = processes // train.ranks_per_batch * train.gradient_accumulation
-    return {
-        "fsdp_size": train.fsdp_size,
-        "tp_size": train.tp_size,
-        "ep_size": train.ep_size,
-        "sequences_per_step": train.batch_size * batches,
-    }
+    sizes = {key: getattr(train, key) for key in ("fsdp_size", "tp_size", "ep_size")}
+    return {**sizes, "sequences_per_step": train.batch_size * batches}
 
 
 def is_sharded(checkpoint: Path) -> bool:

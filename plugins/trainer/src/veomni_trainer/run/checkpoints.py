@@ -222,27 +222,33 @@ def check_sequences(checkpoint: Path, sequences: str) -> None:
     """Raise CheckpointError unless ``sequences`` is the fingerprint of those that the checkpoint was trained on."""
     path = checkpoint / SEQUENCES
     try:
-        before = path.read_text(encoding="utf-8")
-        counts = [json.loads(each)["sequences"] or "a stream" for each in (before, sequences)]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        then, now = json.loads(path.read_text(encoding="utf-8")), json.loads(sequences)
+        counts = [each["sequences"] or "a stream" for each in (then, now)]
+        tokens = [each.pop("tokens", None) for each in (then, now)]
+        judged, judge = (each.pop("rewards", {}) for each in (then, now))
+        others = [name for name, file in judge.items() if judged.get(name, file) != file]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} does not say on which sequences the checkpoint was trained ({type(error).__name__}: {error}). "
             f"Restore it, or start a new run from its weights, with model.weights: {checkpoint}"
         ) from error
-    then, now = json.loads(before), json.loads(sequences)
-    tokens = [each.pop("tokens", None) for each in (then, now)]
-    instead = f"or start a new run from its weights, with model.weights: {checkpoint}"
     if then != now:
-        raise CheckpointError(
-            f"{checkpoint} was trained on other sequences than this job's ({counts[0]} then, {counts[1]} now), so "
-            "going on would train on some twice and on some never. Restore the section data and the files that it "
-            f"names, {instead}"
+        differs = (
+            f"on other sequences than this job's ({counts[0]} then, {counts[1]} now), so going on would train on some "
+            "twice and on some never. Restore the section data and the files that it names"
         )
-    if tokens[0] not in (None, tokens[1]):
-        raise CheckpointError(
-            f"{checkpoint} was trained on other tokens of the same rows: the tokenizer, its chat template or "
-            f"data.sequence_length is another one now. Restore them, {instead}"
+    elif tokens[0] not in (None, tokens[1]):
+        differs = (
+            "on other tokens of the same rows: the tokenizer, its chat template or data.sequence_length is another one "
+            "now. Restore them"
         )
+    elif others:
+        differs = f"with other rewards: the file of {', '.join(others)} was edited. Restore it, name other functions"
+    else:
+        return
+    raise CheckpointError(
+        f"{checkpoint} was trained {differs}, or start a new run from its weights, with model.weights: {checkpoint}"
+    )
 
 
 def check_plan(checkpoint: Path, plan: Plan, accept_change: bool) -> tuple[str, ...]:

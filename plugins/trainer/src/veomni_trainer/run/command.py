@@ -120,6 +120,7 @@ def export(
     from transformers.utils import logging
 
     from veomni_trainer.job.train_section import hub_name
+    from veomni_trainer.output.disk import naming_failed_writes
     from veomni_trainer.output.export import check_push, export_checkpoint, push
     from veomni_trainer.output.folder import RunFolder
 
@@ -130,7 +131,8 @@ def export(
     logging.disable_progress_bar()
     run = RunFolder(source)
     checkpoint = run.last_checkpoint()[1] if run.checkpoints() else source
-    said = export_checkpoint(checkpoint, folder, trust_remote_code, merge)
+    with naming_failed_writes(folder):
+        said = export_checkpoint(checkpoint, folder, trust_remote_code, merge)
     print(f"{checkpoint} -> {folder}: {said}")
     if push_to:
         print(push(folder, push_to))
@@ -147,6 +149,7 @@ def report(
     if output and len(runs) == 1:
         raise ConfigError("--output names the page of several runs; one run's report is report.html in its folder")
 
+    from veomni_trainer.output.disk import naming_failed_writes
     from veomni_trainer.output.folder import RunFolder
     from veomni_trainer.report.runs import comparison_of, read_runs, write_comparison
     from veomni_trainer.report.write import describe_run, figures_table, write_report
@@ -154,7 +157,8 @@ def report(
     read = read_runs(runs)
     if len(runs) == 1:
         folder = RunFolder(runs[0])
-        write_report(folder)
+        with naming_failed_writes(folder.report):
+            write_report(folder)
         print(folder.summary.read_text(encoding="utf-8") if json else describe_run(folder))
         return
     if output or not json:

@@ -73,8 +73,7 @@ class DryRun:
     @property
     def epochs(self) -> float | None:
         """How often the whole job sees each training sequence, on average; ``None`` of a stream."""
-        sequences = self.corpus.sequences
-        length = self.job.data.sequence_length
+        sequences, length = self.corpus.sequences, self.job.data.sequence_length
         return self.steps * self.tokens_per_step / (sequences * length) if sequences else None
 
     def describe(self) -> str:
@@ -96,15 +95,11 @@ class DryRun:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
+        numbers = ("steps", "tokens_per_step", "epochs", "parameters", "processes", "device_bytes")
         return {
-            "steps": self.steps,
+            **{name: getattr(self, name) for name in numbers},
             "resumes": str(self.point.checkpoint) if self.point.checkpoint else None,
-            "tokens_per_step": self.tokens_per_step,
-            "epochs": self.epochs,
-            "parameters": self.parameters,
-            "processes": self.processes,
             "device": str(self.device),
-            "device_bytes": self.device_bytes,
             "memory": self.memory.to_dict() if self.memory else None,
             "plan_sha256": self.plan.sha256,
         }

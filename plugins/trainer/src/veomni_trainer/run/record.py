@@ -113,11 +113,13 @@ class RunRecord(TrainerCallback):
                 stopped = isinstance(error, KeyboardInterrupt)
                 ending = RunEnding("interrupted") if stopped else RunEnding("failed", f"{type(error).__name__}: {what}")
                 write_report(self._folder, ending)
+        with suppress(OSError):
+            self.close()
 
     def close(self) -> None:
         """Finish the trackers' files and connections."""
-        for tracker in self._trackers:
-            tracker.on_train_end(*self._now, model=self._model)
+        while self._trackers:
+            self._trackers.pop().on_train_end(*self._now, model=self._model)
 
     def _begin(self) -> None:
         self._folder.path.mkdir(parents=True, exist_ok=True)

@@ -84,9 +84,8 @@ def run_job(
             print_once(done)
             return Ending(), None
         start = prepare(job, folder, point, accept_plan_change, frozen, registry)
-        if done := completion(
-            job, folder, point, start.arguments.max_steps
-        ):  # of a job in epochs, whose steps depend on its data
+        steps = start.arguments.max_steps  # of a job in epochs they depend on its data
+        if done := completion(job, folder, point, steps):
             print_once(done)
             return Ending(), None
         if compare != EAGER:
@@ -129,12 +128,13 @@ def _finish(job: Job, folder: RunFolder, ending: Ending, stopped: bool) -> None:
     """Export the weights if the run has all of them, and write the report."""
     state: State = "diverged" if ending.bad_step else "interrupted" if ending.interrupted else "complete"
     said = ""
-    with naming_failed_writes(folder.path):
-        if job.train.export and not stopped:
-            shutil.rmtree(folder.exported, ignore_errors=True)  # of the same run, before it was resumed
-            last, merges = folder.last_checkpoint()[1], job.train.export == "merged"
+    if job.train.export and not stopped:
+        shutil.rmtree(folder.exported, ignore_errors=True)  # of the same run, before it was resumed
+        last, merges = folder.last_checkpoint()[1], job.train.export == "merged"
+        with naming_failed_writes(folder.exported):
             said = export_checkpoint(last, folder.exported, job.model.trust_remote_code, merges)
-            print(f"weights: {folder.exported}: {said}", flush=True)
+        print(f"weights: {folder.exported}: {said}", flush=True)
+    with naming_failed_writes(folder.report):
         write_report(folder, RunEnding(state, ending.bad_step), said)
     if job.train.push_to and said:
         print_once(f"push_to: {push(folder.exported, job.train.push_to)}")

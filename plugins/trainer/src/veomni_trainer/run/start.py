@@ -38,7 +38,7 @@ from veomni_trainer.setup.method_models import with_labels
 from veomni_trainer.setup.model import build_model, build_skeleton, check_model, job_tokenizer, other_ids
 from veomni_trainer.setup.packing import check_packed_media, check_packing
 from veomni_trainer.setup.processes import check_started, set_process_timeout, sharing_of
-from veomni_trainer.setup.trl_arguments import check_method, method_inputs, trl_config, trl_tokenizer
+from veomni_trainer.setup.trl_arguments import check_method, method_inputs, reward_hashes, trl_config, trl_tokenizer
 from veomni_transformers.packed.document_positions import DocumentPositions
 
 if TYPE_CHECKING:
@@ -179,9 +179,8 @@ def checked_data(job: Job, point: StartingPoint, processes: int | None = None) -
             check_started(job.train)
     corpus = read_data(job, tokenizer)
     check_method(job, tokenizer, processes)
-    sequences = corpus.fingerprint(
-        f"{tokenizer.fingerprint} {job.data.sequence_length}" if job.train.learns_from_rows else None
-    )
+    tokens = f"{tokenizer.fingerprint} {job.data.sequence_length}" if job.train.learns_from_rows else None
+    sequences = corpus.fingerprint({"tokens": tokens, "rewards": reward_hashes(job.train)})
     if point.checkpoint:
         check_sequences(point.checkpoint, sequences)
     _check_enough(corpus, job.train, processes)

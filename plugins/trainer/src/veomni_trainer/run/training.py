@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import reduce
-from safetensors import SafetensorError
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -55,8 +54,7 @@ class InterruptCallback(TrainerCallback):
     """Stops training at the end of the step in which a signal arrives; a second signal stops it immediately."""
 
     def __init__(self) -> None:
-        self.requested = False
-        self.interrupted = False
+        self.requested = self.interrupted = False
 
     def request(self) -> None:
         """End training after the step that runs, as a signal does."""
@@ -158,17 +156,15 @@ def fit(start: Start, compared: bool = False, turns: AlternatingSteps | None = N
             # PEFT's, of a base that is named by its Hub id; words that were added are trained and saved whole.
             warnings.filterwarnings("ignore", "Could not find a config file in")
             trainer.train(resume_from_checkpoint=str(point.checkpoint) if point.checkpoint else None)
-    except (OSError, RuntimeError, SafetensorError) as error:
+        record.close()
+    except BaseException as error:
         record.end_with(error)
         if not (why := write_failure(error)):
             raise
+        what = next((each.name for each in folder.staging.glob("checkpoint-*")), "metrics.jsonl or report.html")
         shutil.rmtree(folder.staging, ignore_errors=True)  # before free bytes are counted
-        raise HostError(_explain(why, start)) from error
-    except BaseException as error:
-        record.end_with(error)
-        raise
+        raise HostError(_explain(what, why, start)) from error
     finally:
-        record.close()
         if is_main_process():
             shutil.rmtree(folder.staging, ignore_errors=True)
     bad = trainer.bad_steps
@@ -227,8 +223,8 @@ def _can_count(start: Start) -> bool:
     return any(sites) and train.expert_loads is None and not (train.torch_compile or train.cuda_graphs)
 
 
-def _explain(why: str, start: Start) -> str:
+def _explain(what: str, why: str, start: Start) -> str:
     folder, saved = start.folder.path, start.folder.checkpoints()
     room = describe_disk_space(folder, checkpoint_bytes(start.model), free_bytes(folder))
-    whole = f" The checkpoints before are whole: go on from {saved[-1][1].name} with --resume." if saved else ""
-    return f"{folder} can't be written: {why}. For comparison, {room}.{whole}"
+    then = f"go on from {saved[-1][1].name}, which is whole, with --resume" if saved else "start again with --overwrite"
+    return f"{folder / what} can't be written: {why}. For comparison, {room}. Free some, and {then}"

@@ -9,6 +9,7 @@ import math
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import sha256
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from veomni_trainer.job.method_packages import orpo
 from veomni_trainer.job.schema import Job
 from veomni_trainer.job.train_section import TrainSection
 from veomni_trainer.setup.model import build_model
+from veomni_transformers.jobs.hub_snapshots import nearest
 
 Reward = Callable[..., list[float | None]]
 
@@ -50,6 +52,12 @@ def check_method(job: Job, tokenizer: Tokenizer, processes: int) -> None:
             f"train.{train.method}.num_generations: {train.drawn.num_generations} does not divide the {completions} "
             "completions of a step (train.batch_size x gradient_accumulation x processes); write a divisor of them"
         )
+
+
+def reward_hashes(train: TrainSection) -> dict[str, str]:
+    """Hashes of the files that rewards come from, by the functions' names."""
+    named = [each.rpartition(":") for each in (train.drawn.rewards if train.drawn else ())]
+    return {name: sha256(Path(where).read_bytes()).hexdigest() for where, _, name in named if where.endswith(".py")}
 
 
 def trl_tokenizer(job: Job, tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
@@ -167,7 +175,7 @@ def _module_of(where: str, reference: str, key: str) -> Any:
         if not where.endswith(".py"):
             return importlib.import_module(where)
         if not Path(where).is_file():
-            raise JobFileError(f"{key}: there is no file {where}")
+            raise JobFileError(f"{key}: there is no file {where}.{nearest(Path(where))}")
         spec = importlib.util.spec_from_file_location(Path(where).stem, where)
         assert spec is not None and spec.loader is not None, "a file that ends with .py has a loader"
         module = importlib.util.module_from_spec(spec)
