@@ -151,14 +151,23 @@ class RunFolder:
         return sorted((step, path) for step, path in found if path.is_dir())
 
     def _results(self) -> list[Path]:
-        names = ("metrics", "expert_rows", "plan", "receipt", "data", "job", "summary", "report")
+        files = [
+            self.metrics,
+            self.expert_rows,
+            self.plan,
+            self.receipt,
+            self.data,
+            self.job,
+            self.summary,
+            self.report,
+        ]
         folders = [path for _, path in self._checkpoint_folders()]
         folders += self.path.glob(f"checkpoint-*{_SET_ASIDE}*")
         eager = self.compared("eager")
         written = (self.exported / name for name in ("config.json", "adapter_config.json"))
         folders += [self.exported] if any(path.exists() for path in written) else []
         folders += [self.profile] if (self.profile / "table.json").exists() else []
-        return [*(getattr(self, name) for name in names), *folders, *([eager.path] if eager.metrics.exists() else [])]
+        return [*files, *folders, *([eager.path] if eager.metrics.exists() else [])]
 
 
 def _is_complete(checkpoint: Path) -> bool:

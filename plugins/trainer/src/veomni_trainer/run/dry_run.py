@@ -95,11 +95,15 @@ class DryRun:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
-        numbers = ("steps", "tokens_per_step", "epochs", "parameters", "processes", "device_bytes")
         return {
-            **{name: getattr(self, name) for name in numbers},
+            "steps": self.steps,
             "resumes": str(self.point.checkpoint) if self.point.checkpoint else None,
+            "tokens_per_step": self.tokens_per_step,
+            "epochs": self.epochs,
+            "parameters": self.parameters,
+            "processes": self.processes,
             "device": str(self.device),
+            "device_bytes": self.device_bytes,
             "memory": self.memory.to_dict() if self.memory else None,
             "plan_sha256": self.plan.sha256,
         }
