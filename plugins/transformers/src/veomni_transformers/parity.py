@@ -7,7 +7,7 @@ where it arises.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from veomni_core.errors import ConfigError, VeOmniError
 from veomni_core.kernels import IGNORED
 from veomni_core.random_states import random_states_kept
 from veomni_ops.token_logprobs import LOGPROBS
+from veomni_transformers.attention.locator import readers_by_owner
 from veomni_transformers.forwards.logprobs_head import score
 from veomni_transformers.packed.module_outputs import after_each_module
 from veomni_transformers.packed.prepared_masks import prepared_masks
@@ -110,7 +111,7 @@ def check_parity(
     return tuple(found)
 
 
-_Run = tuple[Tensor, Outputs]  # log-probabilities [B, T], and by module outputs [B, T, ...]
+_Run = tuple[Tensor, Outputs]  # log-probabilities [B, T], and by module [B, T, ...] outputs, and inputs from -1 down
 
 
 def _layouts(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[str, Callable[[], _Run]]]:
@@ -160,7 +161,8 @@ def _run(model: PreTrainedModel, labels: Tensor, inputs: Mapping[str, Any], resu
     choosers = {each for block in paths if experts_of(block) for each in block.children()}
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
-        for number, value in enumerate(output if isinstance(output, tuple) else (output,)):
+        given = ((~number, value) for number, value in enumerate(args))
+        for number, value in (*given, *enumerate(output if isinstance(output, tuple) else (output,))):
             if type(value) is Tensor and value.dim() > 1 and (value.is_floating_point() or module in choosers):
                 if value.shape[:2] == (batch, length):
                     found[paths[module], number] = value.detach()
@@ -201,19 +203,32 @@ def _compared(model: PreTrainedModel, layout: str, wanted: _Run, run: Callable[[
     wanted = _cut(wanted, lambda x: x[:rows])
     difference = (logprobs.double() - wanted[0].double()).abs()
     both = [key for key, output in wanted[1].items() if key in outputs and outputs[key].shape == output.shape]
-    first = next((path for path, n in both if not torch.equal(outputs[path, n], wanted[1][path, n])), None)
-    named = "" if first is None else _named(model, first)
+    other = [key for key in both if not torch.equal(outputs[key], wanted[1][key])]
+    first = next((path for path, n in other if n >= 0), None)
+    named = "" if first is None else _named_source(model, first, {path for path, n in other if n < 0})
     return Compared(layout, float(difference.mean()), float(difference.max()), named)
 
 
+def _named_source(model: PreTrainedModel, first: str, given_other: Collection[str]) -> str:
+    """Where ``first`` got other bits: in itself, or, as no module before it gave any, in the code that calls it."""
+    path = first
+    while path and path in given_other:
+        path = path.rpartition(".")[0]
+        while isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):  # not called
+            path = path.rpartition(".")[0]
+    before = first.removeprefix(f"{path}.")
+    return _named(model, path) + (f", before its {before}" if path != first else "")
+
+
 def _named(model: PreTrainedModel, path: str) -> str:
-    """The module, and what the plan has at its path."""
+    """The module, and what the plan has there: attention has its site at what holds the config that it reads."""
     binding, kind = binding_of(model), eager_class(type(model.get_submodule(path))).__name__
-    kernels = (
-        []
-        if binding is None
-        else [f"{d.site.op_name}:{d.kernel}" for d in binding.plan.decisions if d.site.path == path]
-    )
+    read = [at for at, readers in readers_by_owner(model).items() if path in readers]
+    kernels = [
+        f"{d.site.op_name}:{d.kernel}"
+        for d in (binding.plan.decisions if binding else ())
+        if d.site.path == path or (d.site.path in read and d.site.op_name == "attention")
+    ]
     return f"{path or 'the model'} ({', '.join([kind, *kernels])})"
 
 
