@@ -96,6 +96,15 @@ def test_a_model_that_draws_random_numbers_is_refused_and_one_with_a_cache_of_st
     assert last.layout == LAYOUTS[-1] and last.largest < 1e-5
 
 
+def test_few_positions_are_enough_and_a_layout_that_the_own_code_cannot_run_says_why():
+    assert len(check_parity(tiny_model("opt", torch.float32, max_position_embeddings=48))) == len(LAYOUTS)
+    *others, decoded, alone = check_parity(tiny_model("bert", torch.float32))
+    assert not any(each.why_not for each in others) and not decoded.same_bits
+    assert decoded.why_not == alone.why_not == "its forward gives no past_key_values, with which to go on"
+    packed = {each.layout: each for each in check_parity(tiny_model("gpt_neo", torch.float32))}["packed"]
+    assert packed.why_not.startswith("RuntimeError: The size of tensor") and not packed.same_bits
+
+
 @pytest.mark.thorough
 def test_kimis_delta_attention_has_the_same_bits_too():
     model = tiny_model("kimi_linear", torch.float32)

@@ -89,8 +89,10 @@ def check_parity(
         []
     """
     if input_ids is None:
-        vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
-        input_ids = torch.randint(vocabulary, (_SEQUENCES, _LENGTH), generator=generator)
+        config, generator = model.config.get_text_config(), torch.Generator().manual_seed(0)
+        positions = getattr(config, "max_position_embeddings", None) or -1  # which XLNet has: there is no limit
+        length = min(_LENGTH, positions - _PADDING) if positions > 0 else _LENGTH
+        input_ids = torch.randint(config.vocab_size, (_SEQUENCES, length), generator=generator)
     ids = input_ids.to(model.device)
     if ids.dim() != 2 or min(ids.shape) < 2:
         raise ValueError(f"input_ids is {list(ids.shape)}; give at least two sequences of two tokens [B, T]")
@@ -149,7 +151,8 @@ def _decoded(model: PreTrainedModel, ids: Tensor, labels: Tensor, first: int = 0
     for now, wanted in zip(ids.split(sizes, 1), labels.split(sizes, 1), strict=True):
         outputs: list[Any] = []
         steps.append(_run(model, wanted, {"input_ids": now, name: cache, "use_cache": True}, outputs))
-        cache = outputs[0][name]
+        if (cache := outputs[0].get(name)) is None:
+            raise ConfigError(f"its forward gives no {name}, with which to go on")
     return _joined(steps, 1)
 
 
@@ -199,6 +202,8 @@ def _compared(model: PreTrainedModel, layout: str, wanted: _Run, run: Callable[[
         logprobs, outputs = run()
     except VeOmniError as error:  # as of packed sequences that a model would mix
         return Compared(layout, why_not=str(error))
+    except Exception as error:  # of the model's own code, as of a cache that it lacks
+        return Compared(layout, why_not=f"{type(error).__name__}: {error}")
     rows = len(logprobs)  # one sequence, or all
     wanted = _cut(wanted, lambda x: x[:rows])
     difference = (logprobs.double() - wanted[0].double()).abs()
