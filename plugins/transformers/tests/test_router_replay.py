@@ -174,6 +174,16 @@ def test_checkpointed_layers_replay_in_backward_and_refuse_one_that_comes_after(
         pass
 
 
+@pytest.mark.parametrize("part", ["mlp", "mlp.gate"])
+def test_blocks_and_routers_that_compile_in_place_are_replayed(part):
+    model, inputs = made("qwen3_moe"), {"input_ids": IDS}
+    choices = recorded(made("qwen3_moe", seed=7), inputs)
+    for layer in model.model.layers:
+        layer.get_submodule(part).compile(backend="eager")
+    with router_replay(model, choices):
+        assert recorded(model, inputs).indices.equal(choices.indices)
+
+
 MISTAKES = {
     "of .* layers": lambda c: RouterChoices(c.indices[:, :, :1], c.experts),
     "among": lambda c: RouterChoices(c.indices, (8, 8)),
