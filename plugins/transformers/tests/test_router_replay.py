@@ -8,6 +8,7 @@ import pytest
 import torch
 from routers_by_hand import FAMILIES, by_hand, made
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn import functional as F
 
 from distributed import run_ranks
@@ -18,6 +19,7 @@ from veomni_transformers.proving.code_reading import Readings
 from veomni_transformers.router_replay import (
     RouterChoices,
     RouterReplayError,
+    WatchedRouters,
     proven_routers,
     record_router,
     router_replay,
@@ -172,6 +174,25 @@ def test_checkpointed_layers_replay_in_backward_and_refuse_one_that_comes_after(
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(RouterReplayError, match="use_reentrant"), router_replay(model, choices):
         pass
+
+
+@pytest.mark.parametrize("how", CheckpointImpl)
+def test_layers_in_torchs_wrapper_are_checkpointed_too(how):
+    """Under other choices of the same shapes, backward would give gradients of experts that the loss did not have."""
+    model, inputs = made("mixtral"), {"input_ids": IDS}
+    layers, choices = model.model.layers, [recorded(made("mixtral", seed=seed), inputs) for seed in (7, 8)]
+    for number, layer in enumerate(layers):
+        layers[number] = checkpoint_wrapper(layer, how)
+    with WatchedRouters(model, proven_routers(model), "rollout replay") as watched:
+        if how is CheckpointImpl.REENTRANT:
+            with pytest.raises(RouterReplayError, match="use_reentrant"):
+                watched.replay(choices[0])
+            return
+        watched.replay(choices[0])
+        loss = model(**inputs, labels=IDS, use_cache=False).loss
+        watched.replay(choices[1])
+        with pytest.raises(RouterReplayError, match="call backward within it"):
+            loss.backward()
 
 
 @pytest.mark.parametrize("part", ["mlp", "mlp.gate"])

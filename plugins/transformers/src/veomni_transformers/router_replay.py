@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.changes.transformation import Transformation
@@ -363,8 +364,9 @@ def _fitting(routers: Sequence[Router], choices: RouterChoices) -> Tensor:
 def _refuse_reentrant(model: nn.Module) -> bool:
     """Whether layers are checkpointed. In reentrant ones nothing could tell a backward that comes too late."""
     layers = [each for each in model.modules() if getattr(each, "gradient_checkpointing", False)]
-    for each in layers:
-        how = getattr(getattr(each, "_gradient_checkpointing_func", None), "keywords", {})
-        if how.get("use_reentrant"):
+    functions = [getattr(each, "_gradient_checkpointing_func", None) for each in layers]
+    functions += [each.checkpoint_fn for each in model.modules() if isinstance(each, CheckpointWrapper)]
+    for function in functions:
+        if getattr(function, "keywords", {}).get("use_reentrant"):
             raise RouterReplayError("router_replay needs gradient_checkpointing_kwargs={'use_reentrant': False}")
-    return bool(layers)
+    return bool(functions)
