@@ -256,6 +256,9 @@ def test_masks_that_do_not_fit_are_refused():
     for lay_out in (choices.packed, choices.padded):
         with pytest.raises(RouterReplayError, match="the mask: expected a tensor"):
             lay_out(RIGHT.tolist())
+        for mask in (torch.where(RIGHT > 0, 0.0, -1e9), RIGHT[None]):  # one to be added keeps what this one drops
+            with pytest.raises(RouterReplayError, match="the mask is .*: expected .* of 1 .kept. and 0"):
+                lay_out(mask)
     with pytest.raises(RouterReplayError, match="the mask keeps 25 positions"):
         choices.padded(RIGHT)
 

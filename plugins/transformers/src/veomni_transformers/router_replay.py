@@ -67,17 +67,16 @@ class RouterChoices:
 
     def packed(self, mask: Tensor) -> RouterChoices:
         """Those of the tokens that ``mask[B, T]`` keeps, one row after the other, as one sequence ``[1, N]``."""
-        _check_tensor("the mask", mask, "[B, T]")
+        places = _places(mask, self.indices)
         if mask.shape != self.indices.shape[:2]:
             raise RouterReplayError(
                 f"the mask is {list(mask.shape)}, and choices are of {list(self.indices.shape[:2])}"
             )
-        return replace(self, indices=self.indices[mask.to(self.indices.device).bool()][None])
+        return replace(self, indices=self.indices[places][None])
 
     def padded(self, mask: Tensor) -> RouterChoices:
         """These tokens, in their order, at the positions that ``mask[B, T]`` keeps; others choose by themselves."""
-        _check_tensor("the mask", mask, "[B, T]")
-        places = mask.to(self.indices.device).bool()
+        places = _places(mask, self.indices)
         if int(places.sum()) != self.indices.shape[:2].numel():
             raise RouterReplayError(
                 f"the mask keeps {int(places.sum())} positions, and there are choices of "
@@ -86,6 +85,14 @@ class RouterChoices:
         indices = self.indices.new_full((*mask.shape, *self.indices.shape[2:]), OWN)
         indices[places] = self.indices.flatten(0, 1)
         return replace(self, indices=indices)
+
+
+def _places(mask: Tensor, beside: Tensor) -> Tensor:
+    """Where ``mask[B, T]`` is 1. A mask to be added, of 0 and below, says the opposite."""
+    _check_tensor("the mask", mask, "[B, T]")
+    if mask.dim() != 2 or not bool(((mask == 0) | (mask == 1)).all()):
+        raise RouterReplayError(f"the mask is {mask.dtype} {list(mask.shape)}: expected [B, T] of 1 (kept) and 0")
+    return mask.to(beside.device).bool()
 
 
 def _check_tensor(name: str, given: Any, shape: str) -> None:
