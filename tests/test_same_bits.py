@@ -96,6 +96,16 @@ def test_a_model_that_draws_random_numbers_is_refused_and_one_with_a_cache_of_st
     assert last.layout == LAYOUTS[-1] and last.largest < 1e-5
 
 
+def test_weights_that_are_no_numbers_and_wrappers_are_refused():
+    """Else the first module with NaN would be the first that differs, and PEFT's own forward takes no positions."""
+    model = made("llama")
+    with pytest.raises(ConfigError, match="expected a transformers model, not Sequential: .* get_base_model"):
+        check_parity(torch.nn.Sequential(model))
+    model.lm_head.weight.data[5] = float("nan")
+    with pytest.raises(ConfigError, match="no finite numbers: .* NaN among the weights"):
+        check_parity(model)
+
+
 def test_few_positions_are_enough_and_a_layout_that_the_own_code_cannot_run_says_why():
     assert len(check_parity(tiny_model("opt", torch.float32, max_position_embeddings=48))) == len(LAYOUTS)
     *others, decoded, alone = check_parity(tiny_model("bert", torch.float32))

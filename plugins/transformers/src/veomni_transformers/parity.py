@@ -76,7 +76,8 @@ def check_parity(
         For each layout how far it is from the training's forward.
 
     Raises:
-        ValueError: there are too few tokens; as a ConfigError, the training's forward draws random numbers.
+        ValueError: there are too few tokens; as a ConfigError, the training's forward draws random numbers or gives
+            NaN, or the model is in a wrapper.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -88,6 +89,10 @@ def check_parity(
         >>> [each.layout for each in check_parity(model) if not each.same_bits]
         []
     """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"expected a transformers model, not {type(model).__name__}: give what is in it, as PEFT's get_base_model()"
+        )
     if input_ids is None:
         config, generator = model.config.get_text_config(), torch.Generator().manual_seed(0)
         positions = getattr(config, "max_position_embeddings", None) or -1  # which XLNet has: there is no limit
@@ -105,6 +110,11 @@ def check_parity(
                     "the training's forward draws random numbers, as dropout does and routers' noise: no other forward "
                     "gives its bits. Set them to 0 in the model's config, as attention_dropout: 0.0"
                 )
+        if not bool(wanted[0].isfinite().all()):
+            raise ConfigError(
+                "the training's forward gives log-probabilities that are no finite numbers: they equal none, and no "
+                "module could be named. Look for NaN among the weights"
+            )
         with _mode(model, False), torch.no_grad():
             found = [_compared(model, name, wanted, run) for name, run in _layouts(model, ids)]
     if own is not None:
