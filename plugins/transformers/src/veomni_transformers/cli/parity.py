@@ -18,10 +18,14 @@ def parity(job: JobPath, changes: Changes = None, json: AsJson = False) -> None:
 
     Exits with 1 where the job requires batch_invariant, and a layout has other bits or can't be run.
     """
+    import torch
+
     from veomni_transformers.parity import OWN, check_parity
 
     model, own = built(job, changes or [])
-    compared = check_parity(model, own=own)
+    autocast = model_plan(model).autocast
+    with torch.autocast(model.device.type, getattr(torch, autocast or "bfloat16"), enabled=autocast is not None):
+        compared = check_parity(model, own=own)
     promised = "batch_invariant" in model_plan(model).require
     ours = [each for each in compared if each.layout != OWN]
     kept = all(each.same_bits for each in ours)
@@ -63,12 +67,15 @@ def built(job: Path, changes: list[str]) -> tuple[Any, Any]:
             section.weights,
             ops_implementation=ops,
             torch_dtype=checked.conditions.dtype or section.dtype or "bfloat16",
+            autocast=checked.conditions.autocast,
             init_device=checked.hardware.torch_device_type,
             device=checked.hardware.torch_device_type,
             trust_remote_code=section.trust_remote_code,
             modeling=section.modeling,
             resize_embeddings=section.resize_embeddings,
         )
+        if checked.conditions.adapt is not None:
+            checked.conditions.adapt(model)
         made.append(model)
     return made[0], made[1]
 
