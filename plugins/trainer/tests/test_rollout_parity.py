@@ -97,6 +97,11 @@ def parity_of(here, *changes):
     return {each["layout"]: each for each in json.loads(run.stdout)["layouts"]}
 
 
+def test_the_command_refuses_a_job_whose_model_scores_whole_sequences(here):
+    run = CliRunner().invoke(build_app(), ["parity", str(here / "reward.yaml")])
+    assert "trains Qwen3ForSequenceClassification, which gives tokens no log-prob" in f"{run.output} {run.exception}"
+
+
 @pytest.mark.thorough
 def test_the_command_compares_under_the_jobs_autocast_and_with_its_adapter(here):
     *ours, own = parity_of(here, "train.precision=bf16_mixed").values()

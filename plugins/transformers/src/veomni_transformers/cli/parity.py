@@ -10,6 +10,7 @@ import typer
 
 from veomni_core.cli.output import AsJson, Changes, JobPath, print_json
 from veomni_core.discovery.discover import discover
+from veomni_core.errors import ConfigError
 from veomni_core.tables import fit, render_table
 
 
@@ -58,6 +59,8 @@ def built(job: Path, changes: list[str]) -> tuple[Any, Any]:
     from veomni_transformers.cli.job_plan import checked_job
 
     checked = checked_job(job, changes, None, discover())
+    if architecture := checked.conditions.architecture:
+        raise ConfigError(f"{job} trains {architecture}, which gives tokens no log-probabilities: nothing to compare")
     section = checked.section.located(with_weights=True)
     made: list[Any] = []
     for ops in (checked.config, {"preset": "eager"}):
