@@ -8,7 +8,10 @@ import logging
 import pytest
 import torch
 from post_training import needs_examples
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from veomni_core.cli.app import build_app
 from veomni_core.errors import ConfigError, ConformanceError, JobFileError
 from veomni_trainer.job.load import load_job
 from veomni_trainer.loop import trl_trainers
@@ -33,6 +36,8 @@ HYBRID = (
     "linear_key_head_dim: 8, linear_value_head_dim: 8, layer_types: [linear_attention, full_attention], "
     "initializer_range: 0.2}"
 )
+QWEN3 = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 512}
+QWEN3 |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
 FEW = ("train.steps=4", "train.parity=stop")
 
 
@@ -84,6 +89,27 @@ def test_or_is_warned_of_once(here, go, monkeypatch, caplog):
         go("grpo", "train.steps=2", "train.parity=warn")
     assert [r.getMessage() for r in caplog.records if "train.parity_limit is 0.1" in r.getMessage()][1:] == []
     assert [largest for _, largest in differences(here / "run")] == pytest.approx([0.5, 0.5], abs=1e-3)
+
+
+def parity_of(here, *changes):
+    changes = [word for each in (SAME, "train.device=cpu", *changes) for word in ("--set", each)]
+    run = CliRunner().invoke(build_app(), ["parity", str(here / "grpo.yaml"), "--json", *changes])
+    return {each["layout"]: each for each in json.loads(run.stdout)["layouts"]}
+
+
+def test_the_command_refuses_a_job_whose_model_scores_whole_sequences(here):
+    run = CliRunner().invoke(build_app(), ["parity", str(here / "reward.yaml")])
+    assert "trains Qwen3ForSequenceClassification, which gives tokens no log-prob" in f"{run.output} {run.exception}"
+
+
+@pytest.mark.thorough
+def test_the_command_compares_under_the_jobs_autocast_and_with_its_adapter(here):
+    *ours, own = parity_of(here, "train.precision=bf16_mixed").values()
+    assert own["largest"] > 1e-4 and not any(each["largest"] for each in ours)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN3)).save_pretrained(here / "weights")
+    weights = (f"model.weights={here / 'weights'}", "model.config=null", "lora={rank: 4, target_modules: [q_proj]}")
+    decoded = parity_of(here, *weights)["one sequence token by token, with a cache"]
+    assert decoded["first"] == "model.layers.0.self_attn.q_proj.lora_A.default (Linear)"
 
 
 def test_parity_of_a_method_that_draws_nothing_is_refused(here):

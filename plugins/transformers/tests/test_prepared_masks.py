@@ -30,3 +30,8 @@ def test_packed_sequences_are_as_alone_and_without_these_masks_are_not(family):
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_decoder_that_builds_masks_of_positions_needs_none(family):
     assert prepared_masks(build(family), torch.arange(LENGTH)[None]) == {}
+
+
+@pytest.mark.parametrize("model_type", ["exaone_moe", "modernbert-decoder"])  # whose decoder is a part of its head
+def test_a_module_that_calls_no_function_of_masks_gets_none(model_type):
+    assert prepared_masks(build(model_type), torch.arange(LENGTH)[None]) == {}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from routers_by_hand import FAMILIES, by_hand, made
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn import functional as F
 
 from distributed import run_ranks
@@ -18,6 +19,7 @@ from veomni_transformers.proving.code_reading import Readings
 from veomni_transformers.router_replay import (
     RouterChoices,
     RouterReplayError,
+    WatchedRouters,
     proven_routers,
     record_router,
     router_replay,
@@ -174,6 +176,35 @@ def test_checkpointed_layers_replay_in_backward_and_refuse_one_that_comes_after(
         pass
 
 
+@pytest.mark.parametrize("how", CheckpointImpl)
+def test_layers_in_torchs_wrapper_are_checkpointed_too(how):
+    """Under other choices of the same shapes, backward would give gradients of experts that the loss did not have."""
+    model, inputs = made("mixtral"), {"input_ids": IDS}
+    layers, choices = model.model.layers, [recorded(made("mixtral", seed=seed), inputs) for seed in (7, 8)]
+    for number, layer in enumerate(layers):
+        layers[number] = checkpoint_wrapper(layer, how)
+    with WatchedRouters(model, proven_routers(model), "rollout replay") as watched:
+        if how is CheckpointImpl.REENTRANT:
+            with pytest.raises(RouterReplayError, match="use_reentrant"):
+                watched.replay(choices[0])
+            return
+        watched.replay(choices[0])
+        loss = model(**inputs, labels=IDS, use_cache=False).loss
+        watched.replay(choices[1])
+        with pytest.raises(RouterReplayError, match="call backward within it"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("part", ["mlp", "mlp.gate"])
+def test_blocks_and_routers_that_compile_in_place_are_replayed(part):
+    model, inputs = made("qwen3_moe"), {"input_ids": IDS}
+    choices = recorded(made("qwen3_moe", seed=7), inputs)
+    for layer in model.model.layers:
+        layer.get_submodule(part).compile(backend="eager")
+    with router_replay(model, choices):
+        assert recorded(model, inputs).indices.equal(choices.indices)
+
+
 MISTAKES = {
     "of .* layers": lambda c: RouterChoices(c.indices[:, :, :1], c.experts),
     "among": lambda c: RouterChoices(c.indices, (8, 8)),
@@ -225,6 +256,9 @@ def test_masks_that_do_not_fit_are_refused():
     for lay_out in (choices.packed, choices.padded):
         with pytest.raises(RouterReplayError, match="the mask: expected a tensor"):
             lay_out(RIGHT.tolist())
+        for mask in (torch.where(RIGHT > 0, 0.0, -1e9), RIGHT[None]):  # one to be added keeps what this one drops
+            with pytest.raises(RouterReplayError, match="the mask is .*: expected .* of 1 .kept. and 0"):
+                lay_out(mask)
     with pytest.raises(RouterReplayError, match="the mask keeps 25 positions"):
         choices.padded(RIGHT)
 

@@ -7,7 +7,7 @@ where it arises.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from veomni_core.errors import ConfigError, VeOmniError
 from veomni_core.kernels import IGNORED
 from veomni_core.random_states import random_states_kept
 from veomni_ops.token_logprobs import LOGPROBS
+from veomni_transformers.attention.locator import readers_by_owner
 from veomni_transformers.forwards.logprobs_head import score
 from veomni_transformers.packed.module_outputs import after_each_module
 from veomni_transformers.packed.prepared_masks import prepared_masks
@@ -75,7 +76,8 @@ def check_parity(
         For each layout how far it is from the training's forward.
 
     Raises:
-        ValueError: there are too few tokens; as a ConfigError, the training's forward draws random numbers.
+        ValueError: there are too few tokens; as a ConfigError, the training's forward draws random numbers or gives
+            NaN, or the model is in a wrapper.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -87,9 +89,15 @@ def check_parity(
         >>> [each.layout for each in check_parity(model) if not each.same_bits]
         []
     """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"expected a transformers model, not {type(model).__name__}: give what is in it, as PEFT's get_base_model()"
+        )
     if input_ids is None:
-        vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
-        input_ids = torch.randint(vocabulary, (_SEQUENCES, _LENGTH), generator=generator)
+        config, generator = model.config.get_text_config(), torch.Generator().manual_seed(0)
+        positions = getattr(config, "max_position_embeddings", None) or -1  # which XLNet has: there is no limit
+        length = min(_LENGTH, positions - _PADDING) if positions > 0 else _LENGTH
+        input_ids = torch.randint(config.vocab_size, (_SEQUENCES, length), generator=generator)
     ids = input_ids.to(model.device)
     if ids.dim() != 2 or min(ids.shape) < 2:
         raise ValueError(f"input_ids is {list(ids.shape)}; give at least two sequences of two tokens [B, T]")
@@ -102,6 +110,11 @@ def check_parity(
                     "the training's forward draws random numbers, as dropout does and routers' noise: no other forward "
                     "gives its bits. Set them to 0 in the model's config, as attention_dropout: 0.0"
                 )
+        if not bool(wanted[0].isfinite().all()):
+            raise ConfigError(
+                "the training's forward gives log-probabilities that are no finite numbers: they equal none, and no "
+                "module could be named. Look for NaN among the weights"
+            )
         with _mode(model, False), torch.no_grad():
             found = [_compared(model, name, wanted, run) for name, run in _layouts(model, ids)]
     if own is not None:
@@ -110,7 +123,7 @@ def check_parity(
     return tuple(found)
 
 
-_Run = tuple[Tensor, Outputs]  # log-probabilities [B, T], and by module outputs [B, T, ...]
+_Run = tuple[Tensor, Outputs]  # log-probabilities [B, T], and by module [B, T, ...] outputs, and inputs from -1 down
 
 
 def _layouts(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[str, Callable[[], _Run]]]:
@@ -148,7 +161,8 @@ def _decoded(model: PreTrainedModel, ids: Tensor, labels: Tensor, first: int = 0
     for now, wanted in zip(ids.split(sizes, 1), labels.split(sizes, 1), strict=True):
         outputs: list[Any] = []
         steps.append(_run(model, wanted, {"input_ids": now, name: cache, "use_cache": True}, outputs))
-        cache = outputs[0][name]
+        if (cache := outputs[0].get(name)) is None:
+            raise ConfigError(f"its forward gives no {name}, with which to go on")
     return _joined(steps, 1)
 
 
@@ -160,7 +174,8 @@ def _run(model: PreTrainedModel, labels: Tensor, inputs: Mapping[str, Any], resu
     choosers = {each for block in paths if experts_of(block) for each in block.children()}
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
-        for number, value in enumerate(output if isinstance(output, tuple) else (output,)):
+        given = ((~number, value) for number, value in enumerate(args))
+        for number, value in (*given, *enumerate(output if isinstance(output, tuple) else (output,))):
             if type(value) is Tensor and value.dim() > 1 and (value.is_floating_point() or module in choosers):
                 if value.shape[:2] == (batch, length):
                     found[paths[module], number] = value.detach()
@@ -197,23 +212,38 @@ def _compared(model: PreTrainedModel, layout: str, wanted: _Run, run: Callable[[
         logprobs, outputs = run()
     except VeOmniError as error:  # as of packed sequences that a model would mix
         return Compared(layout, why_not=str(error))
+    except Exception as error:  # of the model's own code, as of a cache that it lacks
+        return Compared(layout, why_not=f"{type(error).__name__}: {error}")
     rows = len(logprobs)  # one sequence, or all
     wanted = _cut(wanted, lambda x: x[:rows])
     difference = (logprobs.double() - wanted[0].double()).abs()
     both = [key for key, output in wanted[1].items() if key in outputs and outputs[key].shape == output.shape]
-    first = next((path for path, n in both if not torch.equal(outputs[path, n], wanted[1][path, n])), None)
-    named = "" if first is None else _named(model, first)
+    other = [key for key in both if not torch.equal(outputs[key], wanted[1][key])]
+    first = next((path for path, n in other if n >= 0), None)
+    named = "" if first is None else _named_source(model, first, {path for path, n in other if n < 0})
     return Compared(layout, float(difference.mean()), float(difference.max()), named)
 
 
+def _named_source(model: PreTrainedModel, first: str, given_other: Collection[str]) -> str:
+    """Where ``first`` got other bits: in itself, or, as no module before it gave any, in the code that calls it."""
+    path = first
+    while path and path in given_other:
+        path = path.rpartition(".")[0]
+        while isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):  # not called
+            path = path.rpartition(".")[0]
+    before = first.removeprefix(f"{path}.")
+    return _named(model, path) + (f", before its {before}" if path != first else "")
+
+
 def _named(model: PreTrainedModel, path: str) -> str:
-    """The module, and what the plan has at its path."""
+    """The module, and what the plan has there: attention has its site at what holds the config that it reads."""
     binding, kind = binding_of(model), eager_class(type(model.get_submodule(path))).__name__
-    kernels = (
-        []
-        if binding is None
-        else [f"{d.site.op_name}:{d.kernel}" for d in binding.plan.decisions if d.site.path == path]
-    )
+    read = [at for at, readers in readers_by_owner(model).items() if path in readers]
+    kernels = [
+        f"{d.site.op_name}:{d.kernel}"
+        for d in (binding.plan.decisions if binding else ())
+        if d.site.path == path or (d.site.path in read and d.site.op_name == "attention")
+    ]
     return f"{path or 'the model'} ({', '.join([kind, *kernels])})"
 
 

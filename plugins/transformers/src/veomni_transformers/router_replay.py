@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.changes.transformation import Transformation
@@ -66,17 +67,16 @@ class RouterChoices:
 
     def packed(self, mask: Tensor) -> RouterChoices:
         """Those of the tokens that ``mask[B, T]`` keeps, one row after the other, as one sequence ``[1, N]``."""
-        _check_tensor("the mask", mask, "[B, T]")
+        places = _places(mask, self.indices)
         if mask.shape != self.indices.shape[:2]:
             raise RouterReplayError(
                 f"the mask is {list(mask.shape)}, and choices are of {list(self.indices.shape[:2])}"
             )
-        return replace(self, indices=self.indices[mask.to(self.indices.device).bool()][None])
+        return replace(self, indices=self.indices[places][None])
 
     def padded(self, mask: Tensor) -> RouterChoices:
         """These tokens, in their order, at the positions that ``mask[B, T]`` keeps; others choose by themselves."""
-        _check_tensor("the mask", mask, "[B, T]")
-        places = mask.to(self.indices.device).bool()
+        places = _places(mask, self.indices)
         if int(places.sum()) != self.indices.shape[:2].numel():
             raise RouterReplayError(
                 f"the mask keeps {int(places.sum())} positions, and there are choices of "
@@ -85,6 +85,14 @@ class RouterChoices:
         indices = self.indices.new_full((*mask.shape, *self.indices.shape[2:]), OWN)
         indices[places] = self.indices.flatten(0, 1)
         return replace(self, indices=indices)
+
+
+def _places(mask: Tensor, beside: Tensor) -> Tensor:
+    """Where ``mask[B, T]`` is 1. A mask to be added, of 0 and below, says the opposite."""
+    _check_tensor("the mask", mask, "[B, T]")
+    if mask.dim() != 2 or not bool(((mask == 0) | (mask == 1)).all()):
+        raise RouterReplayError(f"the mask is {mask.dtype} {list(mask.shape)}: expected [B, T] of 1 (kept) and 0")
+    return mask.to(beside.device).bool()
 
 
 def _check_tensor(name: str, given: Any, shape: str) -> None:
@@ -363,8 +371,9 @@ def _fitting(routers: Sequence[Router], choices: RouterChoices) -> Tensor:
 def _refuse_reentrant(model: nn.Module) -> bool:
     """Whether layers are checkpointed. In reentrant ones nothing could tell a backward that comes too late."""
     layers = [each for each in model.modules() if getattr(each, "gradient_checkpointing", False)]
-    for each in layers:
-        how = getattr(getattr(each, "_gradient_checkpointing_func", None), "keywords", {})
-        if how.get("use_reentrant"):
+    functions = [getattr(each, "_gradient_checkpointing_func", None) for each in layers]
+    functions += [each.checkpoint_fn for each in model.modules() if isinstance(each, CheckpointWrapper)]
+    for function in functions:
+        if getattr(function, "keywords", {}).get("use_reentrant"):
             raise RouterReplayError("router_replay needs gradient_checkpointing_kwargs={'use_reentrant': False}")
-    return bool(layers)
+    return bool(functions)

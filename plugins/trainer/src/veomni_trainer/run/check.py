@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from veomni_core import Hardware, JobConditions, Registry
@@ -14,7 +15,7 @@ from veomni_trainer.job.load import load_job
 from veomni_trainer.job.method_packages import require_trl
 from veomni_trainer.job.schema import Job
 from veomni_trainer.loop.optimizers import check_optimizer, check_schedule
-from veomni_trainer.setup.adapter import check_packages
+from veomni_trainer.setup.adapter import check_packages, with_adapter
 from veomni_trainer.setup.conditions import conditions, for_this_machine, ops_config, with_machine_defaults
 from veomni_trainer.setup.model import check_model, job_tokenizer, model_config
 from veomni_trainer.setup.postponed import postpone_bitsandbytes
@@ -47,7 +48,9 @@ def check_loaded(job: Job, hardware: Hardware) -> JobConditions:
     check_model(job, tokenizer)
     config = model_config(job, tokenizer)
     architecture = next(iter(config.architectures or ()), None) if job.train.scores_sequences else None
-    return replace(conditions(job), vocabulary=config.get_text_config().vocab_size, architecture=architecture)
+    adapt = partial(with_adapter, job=job) if job.lora else None
+    vocabulary = config.get_text_config().vocab_size
+    return replace(conditions(job), vocabulary=vocabulary, architecture=architecture, adapt=adapt)
 
 
 def check_libraries(job: Job, *, trains_here: bool) -> None:

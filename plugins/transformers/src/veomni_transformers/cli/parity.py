@@ -10,6 +10,7 @@ import typer
 
 from veomni_core.cli.output import AsJson, Changes, JobPath, print_json
 from veomni_core.discovery.discover import discover
+from veomni_core.errors import ConfigError
 from veomni_core.tables import fit, render_table
 
 
@@ -18,10 +19,14 @@ def parity(job: JobPath, changes: Changes = None, json: AsJson = False) -> None:
 
     Exits with 1 where the job requires batch_invariant, and a layout has other bits or can't be run.
     """
+    import torch
+
     from veomni_transformers.parity import OWN, check_parity
 
     model, own = built(job, changes or [])
-    compared = check_parity(model, own=own)
+    autocast = model_plan(model).autocast
+    with torch.autocast(model.device.type, getattr(torch, autocast or "bfloat16"), enabled=autocast is not None):
+        compared = check_parity(model, own=own)
     promised = "batch_invariant" in model_plan(model).require
     ours = [each for each in compared if each.layout != OWN]
     kept = all(each.same_bits for each in ours)
@@ -54,6 +59,8 @@ def built(job: Path, changes: list[str]) -> tuple[Any, Any]:
     from veomni_transformers.cli.job_plan import checked_job
 
     checked = checked_job(job, changes, None, discover())
+    if architecture := checked.conditions.architecture:
+        raise ConfigError(f"{job} trains {architecture}, which gives tokens no log-probabilities: nothing to compare")
     section = checked.section.located(with_weights=True)
     made: list[Any] = []
     for ops in (checked.config, {"preset": "eager"}):
@@ -63,12 +70,15 @@ def built(job: Path, changes: list[str]) -> tuple[Any, Any]:
             section.weights,
             ops_implementation=ops,
             torch_dtype=checked.conditions.dtype or section.dtype or "bfloat16",
+            autocast=checked.conditions.autocast,
             init_device=checked.hardware.torch_device_type,
             device=checked.hardware.torch_device_type,
             trust_remote_code=section.trust_remote_code,
             modeling=section.modeling,
             resize_embeddings=section.resize_embeddings,
         )
+        if checked.conditions.adapt is not None:
+            checked.conditions.adapt(model)
         made.append(model)
     return made[0], made[1]
 

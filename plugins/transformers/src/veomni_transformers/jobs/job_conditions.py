@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ class JobConditions:
         vocabulary: the number of embeddings that the job's data give its model; ``None`` for what its config says.
         architecture: the class of the job's model, where it is another one than the config's, such as a classifier.
         needs_accelerator: whether the job names an accelerator, so that it doesn't run on a machine without one.
+        adapt: puts the job's adapter into its model; ``None`` for a job without one.
 
     Example:
         >>> from veomni_core import Hardware
@@ -40,3 +41,4 @@ class JobConditions:
     vocabulary: int | None = None
     architecture: str | None = None
     needs_accelerator: bool = False
+    adapt: Callable[[Any], Any] | None = None

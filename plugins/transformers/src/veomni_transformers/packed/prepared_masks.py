@@ -43,6 +43,8 @@ def prepared_masks(model: PreTrainedModel, position_ids: Tensor) -> dict[str, An
     """
     decoder: Any = model.get_decoder()
     builders = dict(mask_builders(current_forward(decoder)))
+    if not builders:  # a module of the decoder calls them, or it is no decoder, as a head of that name
+        return {}
     embeddings = torch.zeros(*position_ids.shape, getattr(decoder.config, "hidden_size", 1))
     inputs = {"inputs_embeds": embeddings, "position_ids": position_ids.cpu()}
     called = {name: calls for name, calls in mask_calls(decoder, builders, inputs).items() if calls}

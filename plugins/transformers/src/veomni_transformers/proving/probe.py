@@ -64,7 +64,8 @@ def bare_copy(module: nn.Module) -> nn.Module:
     vars(duplicate).update(_EMPTY, **{name: copied() for name, copied in _COPIED}, **attributes)
     for tensors in ("_parameters", "_buffers"):
         vars(duplicate)[tensors] = {name: None for name, value in vars(module)[tensors].items() if value is None}
-    vars(duplicate).pop("forward", None)
+    for own in ("forward", "_compiled_call_impl"):  # what compile() sets calls the module itself
+        vars(duplicate).pop(own, None)
     return duplicate
 
 
