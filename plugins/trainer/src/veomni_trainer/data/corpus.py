@@ -114,11 +114,11 @@ class Corpus:
     def fingerprint(self, made: Mapping[str, Any]) -> str:
         """The number of training sequences and a hash, as JSON: whether two jobs train on the same.
 
-        It is that of all rows, which have no tokens yet: ``made``, which is put beside it, names what makes them. Of
-        sequences it takes some, spread evenly, with the last among them: a text that became longer or shorter moves the
-        boundaries of all after it, so these differ too. Of a stream it takes the first ones.
+        It is that of all rows, which have no tokens yet: ``made``, which is put beside it, names what makes them; or
+        that of all tokens, and of some sequences, which tell how tokens were arranged. Of a stream it takes the first
+        sequences.
         """
-        digest = sha256()
+        digest = sha256("".join(source.checksum for source in self.read if source.training).encode())
         training: Any = self.training
         if isinstance(training, Stream):
             some = training.first(_SAMPLES)

@@ -49,6 +49,7 @@ class Reading:
         bad_media: how many rows were left out since one of those can't be read.
         pictures: the first images, ``{"picture": a small one as a data URI, "text": what goes with it}``.
         tokens: how many the documents have.
+        checksum: of these tokens, and of which are learned; empty of rows.
         sequences: how many sequences they are, those for validation included.
         what: what the sequences are; rows for a method's trainer have no tokens yet.
         left_over: how many tokens at the end are too few for one more sequence.
@@ -81,6 +82,7 @@ class Reading:
     bad_media: int = 0
     pictures: list[dict[str, str]] = field(default_factory=list)
     tokens: int = 0
+    checksum: str = ""
     sequences: int = 0
     what: str = "sequences"
     left_over: int = 0

@@ -125,11 +125,13 @@ def read_store(folder: Path) -> TokenStore:
         chats = StoredChats(folder) if CHATS in index["checksums"] else None
         if chats is not None and (path := chats.changed()):
             raise DamagedStore(f"{path} is not what it was when it was read")
+        reading = Reading(**index["reading"])
+        reading.checksum = " ".join(index["checksums"].get(name, "") for name in (_IDS, _ENDS, _LEARNED)).strip()
         return TokenStore(
             _mapped(folder / _IDS, np.dtype(index["dtype"])),
             _mapped(folder / _ENDS, np.dtype(np.int64)),
             learned,
-            Reading(**index["reading"]),
+            reading,
             chats,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
