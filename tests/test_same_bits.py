@@ -88,6 +88,20 @@ def test_what_the_own_code_gives_is_compared_and_promises_nothing():
     assert last.layout == OWN and last.largest < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        ([[1, 2]], "at least two sequences"),
+        (torch.rand(2, 3), "give whole numbers"),
+        ([[1, 2], [3, 64]], "from 1 to 64, and the model's vocabulary has 64"),
+        ([[1, 2], [3, -4]], "from -4 to 3"),
+    ],
+)
+def test_tokens_that_the_model_has_not_are_refused(ids, says):
+    with pytest.raises(ValueError, match=says):
+        check_parity(made("llama"), ids)
+
+
 def test_a_model_that_draws_random_numbers_is_refused_and_one_with_a_cache_of_states_is_decoded():
     with pytest.raises(ConfigError, match="attention_dropout: 0.0"):
         check_parity(build("llama", attention_dropout=0.1))

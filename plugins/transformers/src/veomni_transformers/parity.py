@@ -76,8 +76,8 @@ def check_parity(
         For each layout how far it is from the training's forward.
 
     Raises:
-        ValueError: there are too few tokens; as a ConfigError, the training's forward draws random numbers or gives
-            NaN, or the model is in a wrapper.
+        ValueError: ``input_ids`` are too few, or no tokens of the model's; as a ConfigError, the training's forward
+            draws random numbers or gives NaN, or the model is in a wrapper.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -93,14 +93,21 @@ def check_parity(
         raise ConfigError(
             f"expected a transformers model, not {type(model).__name__}: give what is in it, as PEFT's get_base_model()"
         )
+    config = model.config.get_text_config()
     if input_ids is None:
-        config, generator = model.config.get_text_config(), torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         positions = getattr(config, "max_position_embeddings", None) or -1  # which XLNet has: there is no limit
         length = min(_LENGTH, positions - _PADDING) if positions > 0 else _LENGTH
         input_ids = torch.randint(config.vocab_size, (_SEQUENCES, length), generator=generator)
-    ids = input_ids.to(model.device)
-    if ids.dim() != 2 or min(ids.shape) < 2:
-        raise ValueError(f"input_ids is {list(ids.shape)}; give at least two sequences of two tokens [B, T]")
+    ids = torch.as_tensor(input_ids, device=model.device)
+    if ids.dim() != 2 or min(ids.shape) < 2 or ids.is_floating_point():
+        raise ValueError(
+            f"input_ids is {ids.dtype} {list(ids.shape)}; give whole numbers of at least two sequences of two tokens "
+            "[B, T]"
+        )
+    first, last = int(ids.min()), int(ids.max())
+    if first < 0 or last >= config.vocab_size:  # a GPU would be lost to the process
+        raise ValueError(f"input_ids go from {first} to {last}, and the model's vocabulary has {config.vocab_size}")
     with random_states_kept():
         with _mode(model, True):
             before = _random_state(model.device)
