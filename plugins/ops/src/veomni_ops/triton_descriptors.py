@@ -23,7 +23,12 @@ SHARED_BYTES = 227 << 10
 
 
 def can_be_described(tensor: Tensor) -> bool:
-    """Whether products may read ``tensor`` through a TMA descriptor: 16-bit values, aligned lines, SM90 or SM100."""
+    """Whether products may read ``tensor`` through a TMA descriptor: 16-bit values, aligned lines, SM90 or SM100.
+
+    Example:
+        >>> can_be_described(torch.zeros(64, 64))  # of float32
+        False
+    """
     # float32 takes the pointer path: its exact products don't run on tensor cores, and its tiles are small.
     gpu = gpu_of(tensor.device)
     fits = tensor.element_size() == 2 and gpu.has_copy_engine and gpu.shared_bytes >= SHARED_BYTES
@@ -31,12 +36,22 @@ def can_be_described(tensor: Tensor) -> bool:
 
 
 def described(tensor: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """A TMA descriptor of ``tensor``, loaded ``block`` at a time; what lies outside the tensor reads as zeros."""
+    """A TMA descriptor of ``tensor``, loaded ``block`` at a time; what lies outside the tensor reads as zeros.
+
+    Example:
+        >>> described(torch.zeros(128, 64, dtype=torch.bfloat16), (64, 32)).block_shape
+        [64, 32]
+    """
     return _of(tensor, block, False)
 
 
 def described_rows(tensor: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """A ragged TMA descriptor of ``tensor[N, C]``, whose blocks are bounded by the group that a load or store names."""
+    """A ragged TMA descriptor of ``tensor[N, C]``, whose blocks are bounded by the group that a load or store names.
+
+    Example:
+        >>> described_rows(torch.zeros(128, 64, dtype=torch.bfloat16), (64, 32)).block_shape
+        [1, 1, 64, 32]
+    """
     return _of(tensor, block, True)
 
 

@@ -19,6 +19,11 @@ class Gpu:
         limits_registers: whether a launch may say how many registers a thread has at most. Triton's compiler for AMD's
             GPUs takes no such limit.
         is_hopper: whether it is an H100, H200 or the like.
+
+    Example:
+        >>> h200 = Gpu(multiprocessors=132, shared_bytes=227 << 10, has_copy_engine=True, limits_registers=True)
+        >>> h200.is_hopper  # which is not read off the others
+        False
     """
 
     multiprocessors: int
@@ -33,7 +38,12 @@ _INTERPRETED = Gpu(multiprocessors=2, shared_bytes=1 << 30, has_copy_engine=Fals
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The GPU that ``device`` is. For a CPU, the one that Triton's driver stands in for while it compiles ahead."""
+    """The GPU that ``device`` is. For a CPU, the one that Triton's driver stands in for while it compiles ahead.
+
+    Example:
+        >>> gpu_of(torch.device("cpu")).multiprocessors >= 2  # 2 in Triton's interpreter
+        True
+    """
     if device.type == "cuda":
         return _detected(device)
     from triton import knobs
@@ -42,12 +52,22 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of ``device``; two in Triton's interpreter."""
+    """Multiprocessors of ``device``; two in Triton's interpreter.
+
+    Example:
+        >>> multiprocessors(torch.device("cpu")) >= 2
+        True
+    """
     return gpu_of(device).multiprocessors
 
 
 def register_limit(device: torch.device, registers: int | None) -> dict[str, int | None]:
-    """The option of a launch on ``device`` whose threads have so many registers at most; ``None`` for no limit."""
+    """The option of a launch on ``device`` whose threads have so many registers at most; ``None`` for no limit.
+
+    Example:
+        >>> register_limit(torch.device("cpu"), 128)
+        {'maxnreg': 128}
+    """
     return {"maxnreg": registers} if gpu_of(device).limits_registers else {}
 
 
