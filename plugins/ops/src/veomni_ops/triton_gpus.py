@@ -21,8 +21,8 @@ class Gpu:
         is_hopper: whether it is an H100, H200 or the like.
 
     Example:
-        >>> h200 = Gpu(multiprocessors=132, shared_bytes=227 << 10, has_copy_engine=True, limits_registers=True)
-        >>> h200.is_hopper  # which is not read off the others
+        >>> rtx_5090 = Gpu(multiprocessors=170, shared_bytes=99 << 10, has_copy_engine=True, limits_registers=True)
+        >>> rtx_5090.is_hopper
         False
     """
 

@@ -77,10 +77,10 @@ class Chats:
             self._left_out(what)
         return Example(text, None if self._loss_on == "all" else tuple(spans), ends=False)
 
-    def check(self, prompt: list[Message], answer: list[Message], tools: Tools, is_part: bool = True) -> None:
+    def check(self, prompt: list[Message], answer: list[Message], tools: Tools, is_learned: bool = True) -> None:
         """Check that the template renders ``answer``, and name what it leaves out of the turns before it.
 
-        ``is_part``: whether the answer's tokens are learned, and not a score of the whole chat.
+        ``is_learned``: whether the answer's tokens are learned, and not a score of the whole chat.
 
         Raises:
             BadLine: the template refuses the chat.
@@ -90,9 +90,9 @@ class Chats:
         for message in prompt:
             message.excluded = True
         messages = [*prompt, *answer]
-        before = self._render(prompt, tools, add_generation_prompt=is_part)
+        before = self._render(prompt, tools, add_generation_prompt=is_learned)
         text = self._render(messages, tools) if answer else before
-        if is_part and not text.startswith(before):
+        if is_learned and not text.startswith(before):
             raise _unlike(len(messages), "the answer's. Write data.chat_template: one that renders both alike")
         _check_said(messages, [text.removeprefix(before)])
         for what in _not_rendered(messages, tools, text):

@@ -158,9 +158,9 @@ def check_answers(
 
 def _added_by_orpo(prompt: list[int], whole: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """What TRL's trainer of ORPO adds to the tokens of a prompt, and of one with its answer."""
-    if tokenizer.bos_token_id not in (None, prompt[0]):
+    if tokenizer.bos_token_id not in (None, *prompt[:1]):
         yield f"{tokenizer.bos_token} before each prompt"
-    if tokenizer.eos_token_id != whole[-1]:
+    if [tokenizer.eos_token_id] != whole[-1:]:
         yield f"{tokenizer.eos_token} behind the end of each answer"
 
 
@@ -261,7 +261,7 @@ class _RowReader(SourceReader[dict[str, Any]]):
             if self._chats and not isinstance(prompt, str) and images is None:
                 for answer in said.values() or ([],):
                     assert not isinstance(answer, str)
-                    self._chats.check(prompt, answer, tools, is_part=self._learns)
+                    self._chats.check(prompt, answer, tools, is_learned=self._learns)
         words = json.dumps([read, tools], ensure_ascii=False)
         check_characters(json.dumps(row, ensure_ascii=False, default=str) if self._draws else words, "the row")
         if self._processor is not None:
