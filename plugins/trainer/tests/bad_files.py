@@ -86,6 +86,7 @@ def _zip(path: Path) -> None:
 
 
 _GOOD = [{"text": f"line {number}"} for number in range(1, 7)]
+_TWICE = '{"b": 1, "b": 2}'
 _SKIP = ". Correct it, or write data.bad_lines: skip to leave such lines out"
 _NEITHER = ": neither text nor a table. If it is one, write data.format"
 _WRITE = ". Write data.columns: {text: NAME}, {messages: NAME}, {input_ids: NAME} or {prompt: NAME, completion: NAME}"
@@ -240,7 +241,14 @@ BAD_FILES = {
     "a call with broken arguments": BadFile(
         "a.jsonl",
         _lines({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]}),
-        ", line 1: the arguments of a call in turn 1 are not JSON: '{' (text)" + _SKIP,
+        ", line 1: the arguments of a call in turn 1 are not JSON: '{' (text): Expecting property name enclosed in "
+        "double quotes: line 1 column 2 (char 1)" + _SKIP,
+    ),
+    "a call whose arguments have a key twice": BadFile(
+        "a.jsonl",
+        _lines({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": _TWICE}}]}]}),
+        f", line 1: the arguments of a call in turn 1 are not JSON: '{_TWICE}' (text): the key 'b' is there twice, with "
+        "1 (integer) and 2 (integer)" + _SKIP,
     ),
     "an empty completion": BadFile(
         "a.jsonl", _lines({"prompt": "a", "completion": ""}), ", line 1: column 'completion' is empty" + _SKIP

@@ -106,8 +106,8 @@ def _parsed(value: Any, what: str) -> list[Any]:
     if isinstance(value, str):
         try:
             value = parse_json(value)
-        except (ValueError, RecursionError):
-            raise BadLine(f"{what} must be a list, or one as JSON; got {shown(value)}") from None
+        except (ValueError, RecursionError) as error:
+            raise BadLine(f"{what} must be a list, or one as JSON; got {shown(value)}: {error}") from None
     if not isinstance(value, list):
         raise BadLine(f"{what} must be a list, got {shown(value)}")
     return value
@@ -200,5 +200,5 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
 def _parsed_of(text: Any, what: str) -> Any:
     try:
         return parse_json(text)
-    except (TypeError, ValueError, RecursionError):
-        raise BadLine(f"{what} are not JSON: {shown(text)}") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadLine(f"{what} are not JSON: {shown(text)}: {error}") from None
