@@ -247,8 +247,8 @@ BAD_FILES = {
     "a call whose arguments have a key twice": BadFile(
         "a.jsonl",
         _lines({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": _TWICE}}]}]}),
-        f", line 1: the arguments of a call in turn 1 are not JSON: '{_TWICE}' (text): the key 'b' is there twice, with "
-        "1 (integer) and 2 (integer)" + _SKIP,
+        f", line 1: the arguments of a call in turn 1 are not JSON: '{_TWICE}' (text): the key 'b' is there twice, "
+        "with 1 (integer) and 2 (integer)" + _SKIP,
     ),
     "an empty completion": BadFile(
         "a.jsonl", _lines({"prompt": "a", "completion": ""}), ", line 1: column 'completion' is empty" + _SKIP
