@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.sizes import ceil_div, power_of_two
+from veomni_ops.triton_launches import triton_kernel
 
 SMALLEST_BLOCK_M = 16  # rows of a tile; tl.dot takes no fewer
 
@@ -127,7 +128,7 @@ def _load_expert(index, route, routes, experts):
     return tl.where((expert >= 0) & (expert < experts), expert, experts).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["routes", "experts", "blocks"])
+@triton_kernel(do_not_specialize=["routes", "experts", "blocks"])
 def _count(
     index,  # [N], top_k_index flattened
     counts,  # [BINS, blocks], written
@@ -147,7 +148,7 @@ def _count(
     tl.store(counts + tl.arange(0, BINS).to(tl.int64) * blocks + block, tl.histogram(expert, BINS))
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton_kernel(do_not_specialize=["blocks"])
 def _scan(
     counts,  # [BINS, blocks], read and overwritten
     totals,  # [BINS], written
@@ -171,7 +172,7 @@ def _scan(
     tl.store(totals + expert, before)
 
 
-@triton.jit(do_not_specialize=["max_tiles", "experts"])
+@triton_kernel(do_not_specialize=["max_tiles", "experts"])
 def _list_tiles(
     totals,  # [BINS]
     offsets,  # [E + 1], written
@@ -202,7 +203,7 @@ def _list_tiles(
     tl.store(tiles + 1 + max_tiles + tile, tl.sum(tl.where(owns, row, 0), axis=1), mask=tile < max_tiles)
 
 
-@triton.jit(do_not_specialize=["routes", "experts", "blocks"])
+@triton_kernel(do_not_specialize=["routes", "experts", "blocks"])
 def _place(
     index,  # [N], top_k_index flattened
     counts,  # [BINS, blocks], prefix sums by now
