@@ -1,6 +1,6 @@
 """Operators of PyTorch for kernels: ``torch.compile`` doesn't trace into one. An eager call goes around the dispatcher.
 
-That takes 10 microseconds of a call among others, which is a sixth of rms_norm's, and 25 for a list of 48 tensors.
+That takes 10 microseconds of a call among others, a twelfth of both passes of rms_norm; 20 with a list of 48 tensors.
 """
 
 from __future__ import annotations
@@ -12,26 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, library, nn
 
-_PLAIN = frozenset((Tensor, nn.Parameter))
-# Of a schema's types: what the dispatcher hands on as it is. An int for a float, say, it converts.
-_TYPES = {
-    "Tensor": _PLAIN,
-    "List[Tensor]": frozenset((list, tuple)),
-    "float": frozenset((float,)),
-    "int": frozenset((int,)),
-    "bool": frozenset((bool,)),
-    "str": frozenset((str,)),
-    "List[bool]": frozenset((list,)),
-}
+_PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
+# By a schema's types, what the dispatcher hands on as it is. An int for a float, say, it converts.
+_AS_IT_IS = {"Tensor": _PLAIN, "List[Tensor]": (list, tuple), "List[bool]": (list,)}
+_AS_IT_IS |= {each.__name__: (each,) for each in (bool, float, int, str)}
 
 
 def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Define an operator without autograd.
-
-    Defined through a ``Library`` rather than by ``custom_op``, which puts more Python around each call.
+    """Define an operator without autograd, through a ``Library``: ``custom_op`` puts more Python around each call.
 
     Args:
-        schema: ``namespace::name(arguments) -> results``, as of PyTorch's operators.
+        schema: ``namespace::name(arguments) -> results``.
         function: computes it.
         fake: makes tensors like its results, without computing.
 
@@ -46,7 +37,7 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
     overload = getattr(getattr(torch.ops, namespace), name).default
     expected = [_types(str(argument.type)) for argument in overload._schema.arguments]
     lists = [place for place, types in enumerate(expected) if tuple in types]
-    first = next(place for place, types in enumerate(expected) if types in (_PLAIN, _TYPES["List[Tensor]"]))
+    first = next(place for place, types in enumerate(expected) if tuple in types or types == _PLAIN)
     accepted: set[tuple[type, ...]] = set()
 
     def call(*args: Any) -> Any:
@@ -58,7 +49,7 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
                 return overload(*args)
             accepted.add(found)
         for place in lists:
-            if not _PLAIN.issuperset(map(type, args[place])):
+            if not {*map(type, args[place])}.issubset(_PLAIN):
                 return overload(*args)
         tensor = args[first][0] if first in lists else args[first]
         return overload(*args) if tensor.is_meta else function(*args)
@@ -68,15 +59,14 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
 
 def _is_watched() -> bool:
     """Whether a mode, a trace or a profiler is to see the operator."""
-    return bool(
-        torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() or torch._C._autograd._profiler_enabled()
-    )
+    is_profiled = torch._C._autograd._profiler_enabled()
+    return bool(is_profiled or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state())
 
 
-def _types(name: str) -> frozenset[type]:
+def _types(name: str) -> tuple[type, ...]:
     if name.startswith("Optional["):
-        return _types(name[len("Optional[") : -1]) | {type(None)}
-    return _TYPES.get(name, frozenset())
+        return *_types(name[len("Optional[") : -1]), type(None)
+    return _AS_IT_IS.get(name, ())
 
 
 @cache
