@@ -78,10 +78,11 @@ class Launcher:
         # All that Triton's own key has: what each argument is specialised to, and all constants and options.
         specialized = map(jit.native_specialize_impl, repeat(self._backend), args, *self._flags)
         key = (device, *specialized, *constants, *constants.values())
-        found = self._found.get(key)
-        if found is None or self._is_watched():
+        found, is_watched = self._found.get(key), self._is_watched()
+        if found is None or is_watched:
             compiled = self.kernel[grid](*args, **constants)
-            if getattr(compiled, "function", None):  # else it was compiled ahead of time, for a GPU that is not here
+            # A debugger's kernel is another; and there is none to launch where Triton compiles ahead of time.
+            if not is_watched and getattr(compiled, "function", None):
                 self._found[key] = self._prepared(compiled, len(args), constants)
             return compiled
         compiled, launch, before, after = found
