@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from veomni_conformance.triton_targets import Target
 from veomni_core.descriptions.hardware import Hardware
 from veomni_ops import triton_launches
-from veomni_ops.triton_launches import Launcher, triton_kernel
+from veomni_ops.triton_launches import triton_kernel
 
 SCALE = tl.constexpr(2)
 compiling = pytest.mark.skipif(knobs.runtime.interpret, reason="run by test_in_a_process_of_its_own")
@@ -103,7 +103,7 @@ CALLS = st.lists(st.tuples(GRIDS, st.tuples(*[ARGUMENTS] * 5), CONSTANTS), min_s
 @compiling
 def test_any_arguments(launches):
     ours = made()
-    assert isinstance(ours, Launcher)
+    assert isinstance(ours, triton_launches._Launcher)
 
     @settings(max_examples=150, deadline=None, derandomize=True)
     @given(calls=CALLS)
@@ -178,7 +178,7 @@ def test_another_driver_has_kernels_of_its_own(launches):
     ids=["an argument by its name", "a constant by position"],
 )
 def test_what_the_key_would_miss_is_refused(args, constants, launches):
-    with pytest.raises(TypeError, match="takes its constants, and only these, by name"):
+    with pytest.raises(TypeError, match="takes its constants by name"):
         made()[1,](*args, **constants)
 
 

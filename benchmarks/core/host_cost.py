@@ -58,14 +58,14 @@ def no_launches() -> Iterator[list[Any]]:
     """Leave out all that is done for a launch; what would have been launched is listed."""
     from triton.runtime.jit import JITFunction
 
-    from veomni_ops.triton_launches import Launcher
+    from veomni_ops import triton_launches
 
     left_out: list[Any] = []
 
     def nothing(function: Any, *_: Any, **__: Any) -> None:
         left_out.append(function)
 
-    with patch.object(JITFunction, "run", nothing), patch.object(Launcher, "launch", nothing):
+    with patch.object(JITFunction, "run", nothing), patch.object(triton_launches._Launcher, "launch", nothing):
         yield left_out
 
 

@@ -31,16 +31,20 @@ def triton_kernel(function: Any = None, **options: Any) -> Any:
         options: those of ``triton.jit``.
 
     Returns:
-        A :class:`Launcher`; what ``triton.jit`` returns in Triton's interpreter, and with a Triton that is not known.
+        The kernel, whose launches have constants and options by name, and other arguments by position.
+
+    Example:
+        >>> triton_kernel(do_not_specialize=["rows"])  # decorates a function
+        functools.partial(<function triton_kernel at ...>, do_not_specialize=['rows'])
     """
     if function is None:
         return partial(triton_kernel, **options)
     kernel = triton.jit(function, **options)
-    return Launcher(kernel) if IS_KNOWN and isinstance(kernel, jit.JITFunction) else kernel
+    return _Launcher(kernel) if IS_KNOWN and isinstance(kernel, jit.JITFunction) else kernel
 
 
-class Launcher:
-    """Launches ``kernel`` as Triton does. It has all attributes of the kernel."""
+class _Launcher:
+    """Launches ``kernel`` as Triton does, and has all attributes of it."""
 
     def __init__(self, kernel: jit.JITFunction) -> None:
         self.kernel, params = kernel, kernel.params
@@ -61,16 +65,7 @@ class Launcher:
         return partial(self.launch, grid)
 
     def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> Any:
-        """Launch ``kernel[grid](*args, **constants)``, and return what that does: the compiled kernel.
-
-        Args:
-            grid: One to three numbers of programs.
-            args: The kernel's arguments but its constants.
-            constants: Those, and options of the launch.
-
-        Raises:
-            TypeError: A constant is given by position, or another argument by its name.
-        """
+        """Launch ``kernel[grid](*args, **constants)``, and return the compiled kernel."""
         active = driver.active
         device = active.get_current_device()
         if active is not self._driver:
@@ -80,6 +75,12 @@ class Launcher:
         key = (device, *specialized, *constants, *constants.values())
         found, is_watched = self._found.get(key), self._is_watched()
         if found is None or is_watched:
+            params = self.kernel.params
+            misplaced = [param.name for param in params if param.is_constexpr == (param.num < len(args))]
+            if misplaced:
+                raise TypeError(
+                    f"{self.kernel.__name__} takes its constants by name and all else by place: {misplaced}"
+                )
             compiled = self.kernel[grid](*args, **constants)
             # A debugger's kernel is another; and there is none to launch where Triton compiles ahead of time.
             if not is_watched and getattr(compiled, "function", None):
@@ -106,11 +107,7 @@ class Launcher:
 
     def _prepared(self, compiled: Any, count: int, constants: dict[str, Any]) -> tuple[Any, ...]:
         """The launch, and what goes before and after the first ``count`` arguments."""
-        params = self.kernel.params
-        misplaced = [param.name for param in params if param.is_constexpr == (param.num < count)]
-        if misplaced:
-            raise TypeError(f"{self.kernel.__name__} takes its constants, and only these, by name: not so {misplaced}")
-        after = tuple(constants.get(param.name, param.default) for param in params[count:])
+        after = tuple(constants.get(param.name, param.default) for param in self.kernel.params[count:])
         used = self.kernel.used_global_vals
         self._globals = [(scope, name, scope.get(name)) for (name, _), (_, scope) in used.items()]
         launch, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
