@@ -13,7 +13,7 @@ from torch import Tensor, library, nn
 
 _PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
 # By a schema's types, what the dispatcher hands on as it is. An int for a float, say, it converts.
-_AS_IT_IS = {"Tensor": _PLAIN, "List[Tensor]": (list, tuple), "List[bool]": (list,)}
+_AS_IT_IS = {"Tensor": _PLAIN, "List[Tensor]": (list, tuple), **dict.fromkeys(("List[bool]", "List[str]"), (list,))}
 _AS_IT_IS |= {each.__name__: (each,) for each in (bool, float, int, str)}
 _LIBRARIES: list[library.Library] = []  # An operator lasts as long as its library.
 
