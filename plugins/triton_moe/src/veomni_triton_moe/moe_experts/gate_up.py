@@ -66,9 +66,9 @@ def gate_up_product(
         operands = _described(gate_up_proj, pre, activated, activation.interleaved, launch)
         if outer is not None:
             adapter["factors"] = _described_weight(outer.lines(True), activation.interleaved, launch)
-    # An upper bound, since the number of tiles is on the device; one program per multiprocessor goes through them.
+    # An upper bound, since the number of tiles is on the device; a few programs per multiprocessor go through them.
     tiles = routing.max_tiles * ceil_div(intermediate, launch.block_n)
-    _gate_up[(min(multiprocessors(hidden.device), tiles),)](
+    _gate_up[(min(multiprocessors(hidden.device) * launch.programs, tiles),)](
         hidden,
         *operands,
         bias,
