@@ -162,7 +162,13 @@ TABLES: dict[str, dict[str, Table]] = {
         ),
     },
     "chunk_gated_delta_rule": {
-        "gpu": _crossed("triton_chunk_gated_delta_rule", f"{_CALLED} -> ms", libraries=(*_FLA, *_QLA)),
+        "gpu": Table(
+            {**_gpus("triton_chunk_gated_delta_rule"), "H200, FlashQLA": ("chunk_gated_delta_rule_flash_qla_h200",)},
+            ("shape",),
+            (f"{_CALLED} -> ms",),
+            libraries=_QLA,
+            across="kernel",
+        ),
         "cpu": Table({"": ("chunk_gated_delta_rule", "kda")}, _SHAPE, _BESIDE, "^chunked"),
     },
     "core": {
