@@ -58,12 +58,14 @@ def no_launches() -> Iterator[list[Any]]:
     """Leave out all that is done for a launch; what would have been launched is listed."""
     from triton.runtime.jit import JITFunction
 
+    from veomni_ops import triton_launches
+
     left_out: list[Any] = []
 
     def nothing(function: Any, *_: Any, **__: Any) -> None:
         left_out.append(function)
 
-    with patch.object(JITFunction, "run", nothing):
+    with patch.object(JITFunction, "run", nothing), patch.object(triton_launches._Launcher, "launch", nothing):
         yield left_out
 
 
@@ -95,8 +97,11 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     with no_launches() as launches, Operators() as seen:
         both()
     count = len(launches)
-    operators = [(function, _detached(args), kwargs) for function, args, kwargs in seen.found if _is_ours(function)]
-    functions = [(IMPLEMENTATIONS[function.name()], args, kwargs) for function, args, kwargs in operators]
+    functions = [
+        (IMPLEMENTATIONS[function.name()], _detached(args), kwargs)
+        for function, args, kwargs in seen.found
+        if _is_ours(function)
+    ]
 
     def all_of(calls: Sequence[Traced]) -> None:
         for function, args, kwargs in calls:
@@ -108,7 +113,6 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
         "forward": often(case.call),
         "both": often(both),
         "without launches": often(both, no_launches),
-        "operators": often(partial(all_of, operators), no_launches_or_autograd),
         "functions": often(partial(all_of, functions), no_launches_or_autograd),
     }
     # The least: others' use of the machine only ever adds.
@@ -116,9 +120,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     return {
         "forward": least["forward"],
         "backward": least["both"] - least["forward"],
-        "autograd and checks": least["without launches"] - least["operators"],
-        "dispatch": least["operators"] - least["functions"],
-        "operators": len(operators),
+        "autograd and checks": least["without launches"] - least["functions"],
         "within operators": least["functions"],
         "tensors": len(within.found),
         "Triton": least["both"] - least["without launches"],
@@ -136,14 +138,13 @@ def _is_ours(operator: Any) -> bool:
     return str(operator.namespace) in ("veomni_triton", "veomni_triton_moe")
 
 
-COUNTED = {"dispatch": "operators", "within operators": "tensors", "Triton": "launches"}
+COUNTED = {"within operators": "tensors", "Triton": "launches"}
 COLUMNS = (
     "kernel",
     "forward",
     "backward",
     "of both: autograd and checks",
-    "dispatch (operators)",
-    "within them (tensors made or viewed)",
+    "within operators (tensors made or viewed)",
     "Triton (launches)",
 )
 

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 from veomni_conformance.triton_targets import Target
 from veomni_core.descriptions.hardware import Hardware
+from veomni_ops import triton_gpus
 
 
 def _nothing(*_: Any) -> None:
@@ -41,4 +42,7 @@ def stand_in_gpu() -> Iterator[None]:
         before = driver._active
         stack.callback(setattr, driver, "_active", before)
         driver.set_active(stand_in)
+        # What a GPU is asked is remembered; a CPU's driver would be asked at each launch.
+        gpu = triton_gpus._current()
+        stack.enter_context(patch.object(triton_gpus, "_current", lambda: gpu))
         yield

@@ -58,19 +58,19 @@ def described_rows(tensor: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
 def _of(tensor: Tensor, block: tuple[int, ...], ragged: bool) -> TensorDescriptor:
     if tensor.data_ptr() % 16:
         return _checked(tensor, block, ragged)  # which raises
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__.update(_layout(tensor.shape, tensor.stride(), tensor.dtype, block, ragged), base=tensor)
+    kind, fields = _layout(tensor.shape, tensor.stride(), tensor.dtype, block, ragged)
+    descriptor = object.__new__(kind)
+    descriptor.__dict__.update(fields, base=tensor)
     return descriptor
 
 
 @lru_cache(maxsize=1024)  # the number of rows varies by batch
 def _layout(
     shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...], ragged: bool
-) -> dict[str, object]:
-    """The fields of a descriptor, as Triton checks and makes them."""
-    return vars(_checked(torch.empty_strided(shape, strides, dtype=dtype, device="meta"), block, ragged))
+) -> tuple[type[TensorDescriptor], dict[str, object]]:
+    """A descriptor's class, which takes a microsecond to import, and its fields, as Triton checks and makes them."""
+    descriptor = _checked(torch.empty_strided(shape, strides, dtype=dtype, device="meta"), block, ragged)
+    return type(descriptor), vars(descriptor)
 
 
 def _checked(tensor: Tensor, block: tuple[int, ...], ragged: bool) -> TensorDescriptor:

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 from torch.autograd import Function
 
 from veomni_core.kernels import IGNORED, first_derivatives_only, product_operands, without_autocast
 from veomni_ops.head_chunks import chunks, kept_for_backward, scaled
 from veomni_ops.token_logprobs import LOGPROBS
+from veomni_ops.torch_operators import operator
 from veomni_triton.token_logprobs.launch import add_to_sums, write_gradient
 from veomni_triton.token_logprobs.products import add_product, project
 from veomni_triton.token_logprobs.statistics import Statistics, sums_of_nothing
@@ -81,11 +82,6 @@ class _SumOfLosses(Function):
 
 
 # An operator is opaque to torch.compile. It can't return None: a gradient that isn't wanted is empty.
-_LIBRARY = library.Library("veomni_triton", "FRAGMENT")
-_LIBRARY.define(
-    "cross_entropy_sum(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, float scale, float softcap, "
-    "int ignore_index, bool[] wanted) -> (Tensor total, Tensor dhidden, Tensor dweight, Tensor dbias)"
-)
 
 
 def _sum_of_losses_of(
@@ -143,6 +139,9 @@ def _sum_of_losses_like(hidden: Tensor, weight: Tensor, bias: Tensor | None, *re
     )
 
 
-_LIBRARY.impl("cross_entropy_sum", _sum_of_losses_of, "CompositeExplicitAutograd")
-library.register_fake("veomni_triton::cross_entropy_sum", _sum_of_losses_like, lib=_LIBRARY)
-_sum_of_losses = torch.ops.veomni_triton.cross_entropy_sum.default
+_sum_of_losses = operator(
+    "veomni_triton::cross_entropy_sum(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, float scale,"
+    " float softcap, int ignore_index, bool[] wanted) -> (Tensor total, Tensor dhidden, Tensor dweight, Tensor dbias)",
+    _sum_of_losses_of,
+    _sum_of_losses_like,
+)

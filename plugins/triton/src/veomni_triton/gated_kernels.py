@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
+
 _TANH_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
 _TANH_CUBE = tl.constexpr(0.044715)  # the coefficient of GELU's tanh approximation
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -18,7 +20,7 @@ _DENSITY_SCALE = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 * pi)
 # result is rounded once. Offsets of rows are int64, since R * I can exceed 2**31.
 
 
-@triton.jit
+@triton_kernel
 def forward_kernel(
     gate,  # [R, I], rows gate_stride apart
     up,  # [R, I], rows up_stride apart
@@ -37,7 +39,7 @@ def forward_kernel(
     tl.store(result + row * width + column, (value * u).to(result.dtype.element_ty), mask=kept)
 
 
-@triton.jit
+@triton_kernel
 def backward_kernel(
     dresult,  # [R, I], rows dresult_stride apart
     gate,  # [R, I], rows gate_stride apart

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.sizes import ceil_div
+from veomni_ops.triton_launches import triton_kernel
 
 COLUMNS = 16  # per program: 64 bytes of float32, two memory sectors, so that H = 4096 already makes 256 programs
 
@@ -36,7 +36,7 @@ def sum_partials(partials: Tensor, total: Tensor) -> None:
 
 
 # P rows of partial sums, H = WIDTH columns. P depends on the batch: if it were specialised, batches would recompile.
-@triton.jit(do_not_specialize=["programs"])
+@triton_kernel(do_not_specialize=["programs"])
 def _sum_kernel(
     partials,  # [P, H], float32, rows row_stride apart
     total,  # [H / INNER, INNER], written

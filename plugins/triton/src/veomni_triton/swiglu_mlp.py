@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 from torch.autograd import Function
 
 from veomni_core.kernels import first_derivatives_only
 from veomni_ops.sizes import ceil_div
+from veomni_ops.torch_operators import operator
 from veomni_triton.gated_kernels import backward_kernel, forward_kernel
 
 
@@ -147,32 +148,14 @@ def _result(like: Tensor) -> Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-# Operators, so that ``torch.compile`` doesn't trace into them. Defined through a ``Library`` rather than by
-# ``custom_op``, which puts more Python around each call.
-_LIBRARY = library.Library("veomni_triton", "FRAGMENT")
-_LIBRARY.define("gated_activation(Tensor gate, Tensor up, str activation) -> Tensor")
-_LIBRARY.define(
-    "gated_activation_backward(Tensor dresult, Tensor gate, Tensor up, str activation) -> (Tensor dgate, Tensor dup)"
+_forward = operator(
+    "veomni_triton::gated_activation(Tensor gate, Tensor up, str activation) -> Tensor",
+    activated,
+    lambda gate, up, activation: _result(gate),
 )
-
-
-def _forward_operator(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    return activated(gate, up, activation)
-
-
-def _backward_operator(dresult: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    return gradients(dresult, gate, up, activation)
-
-
-for _name, _implementation, _fake in (
-    ("gated_activation", _forward_operator, lambda gate, up, activation: _result(gate)),
-    (
-        "gated_activation_backward",
-        _backward_operator,
-        lambda dresult, gate, up, activation: (_result(gate), _result(up)),
-    ),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    library.register_fake(f"veomni_triton::{_name}", _fake, lib=_LIBRARY)
-_forward = torch.ops.veomni_triton.gated_activation.default
-_backward = torch.ops.veomni_triton.gated_activation_backward.default
+_backward = operator(
+    "veomni_triton::gated_activation_backward(Tensor dresult, Tensor gate, Tensor up, str activation)"
+    " -> (Tensor dgate, Tensor dup)",
+    gradients,
+    lambda dresult, gate, up, activation: (_result(gate), _result(up)),
+)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
+
 # L layers, T tokens of each, E experts, K choices per token; WIDTH is E padded to a power of two of at least 4, P the
 # programs of sums_kernel over all layers. `token` is [TOKENS, 1, 1], `expert` [1, 4, WIDTH / 4], so that tokens and
 # experts broadcast to a tile.
 
 
-@triton.jit
+@triton_kernel
 def sums_kernel(
     gate_logits,  # L tensors [T, E]
     mask,  # [T] or None, the weight of each token
@@ -52,7 +54,7 @@ def sums_kernel(
     tl.store(place + WIDTH, tl.sum(probabilities, axis=0, keep_dims=True))
 
 
-@triton.jit
+@triton_kernel
 def loss_kernel(
     sums,  # [P, 2, WIDTH]
     loss,  # a scalar, written
@@ -80,7 +82,7 @@ def loss_kernel(
     tl.store(slope + expert, EXPERTS * share / tokens, mask=expert < EXPERTS)
 
 
-@triton.jit
+@triton_kernel
 def gradients_kernel(
     gate_logits,  # L tensors [T, E], of the layers that need gradients
     mask,  # [T] or None

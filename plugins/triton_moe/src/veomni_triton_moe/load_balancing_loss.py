@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 from torch.autograd import Function
 
 from veomni_core.kernels import first_derivatives_only
 from veomni_ops.router_softmax import as_softmax_takes
 from veomni_ops.sizes import ceil_div, power_of_two
+from veomni_ops.torch_operators import operator
 from veomni_ops.triton_gpus import multiprocessors, register_limit
 from veomni_triton_moe.limits import MAX_EXPERTS
 from veomni_triton_moe.load_balancing_kernels import gradients_kernel, loss_kernel, sums_kernel
@@ -199,17 +200,6 @@ def _tokens_per_tile(logits: Tensor, num_warps: int) -> int:
     return max(1, 32 * 32 * num_warps // _width(logits.shape[1]))
 
 
-# Operators, so that ``torch.compile`` doesn't trace into them. Defined through a ``Library`` rather than by
-# ``custom_op``, which puts more Python around each call.
-_LIBRARY = library.Library("veomni_triton_moe", "FRAGMENT")
-_LIBRARY.define(
-    "load_balancing_loss_forward(Tensor[] gate_logits, int top_k, Tensor? mask) -> (Tensor loss, Tensor slope)"
-)
-_LIBRARY.define(
-    "load_balancing_loss_backward(Tensor dloss, Tensor slope, Tensor[] gate_logits, Tensor? mask) -> Tensor"
-)
-
-
 def _forward_operator(gate_logits: Sequence[Tensor], top_k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     return loss_and_slope(gate_logits, top_k, mask, sums_launch(gate_logits))
 
@@ -227,12 +217,15 @@ def _backward_fake(dloss: Tensor, slope: Tensor, gate_logits: Sequence[Tensor], 
     return gate_logits[0].new_empty(len(gate_logits), *gate_logits[0].shape)
 
 
-for _name, _implementation, _fake in (
-    ("load_balancing_loss_forward", _forward_operator, _forward_fake),
-    ("load_balancing_loss_backward", _backward_operator, _backward_fake),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    library.register_fake(f"veomni_triton_moe::{_name}", _fake, lib=_LIBRARY)
-
-_forward = torch.ops.veomni_triton_moe.load_balancing_loss_forward.default
-_backward = torch.ops.veomni_triton_moe.load_balancing_loss_backward.default
+_forward = operator(
+    "veomni_triton_moe::load_balancing_loss_forward(Tensor[] gate_logits, int top_k, Tensor? mask) -> (Tensor loss,"
+    " Tensor slope)",
+    _forward_operator,
+    _forward_fake,
+)
+_backward = operator(
+    "veomni_triton_moe::load_balancing_loss_backward(Tensor dloss, Tensor slope, Tensor[] gate_logits, Tensor? mask)"
+    " -> Tensor",
+    _backward_operator,
+    _backward_fake,
+)

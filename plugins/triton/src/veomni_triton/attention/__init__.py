@@ -18,7 +18,7 @@ from torch.autograd import Function
 from veomni_core.errors import ConfigError
 from veomni_core.kernels import first_derivatives_only, product_operands, without_autocast
 from veomni_ops.attention import refuse
-from veomni_triton.attention import operators  # noqa: F401 - defines what is called through torch.ops
+from veomni_triton.attention import operators
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MASKS = (torch.bool, *_DTYPES)
@@ -82,7 +82,7 @@ class _Attention(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, *call: Any) -> tuple[Tensor, ...]:
-        output, *saved = torch.ops.veomni_triton.attention_forward.default(*call)
+        output, *saved = operators.attention_forward(*call)
         ctx.save_for_backward(output, *saved, *call[:5])
         ctx.settings = call[5:7]
         ctx.mark_non_differentiable(*saved)
@@ -92,6 +92,6 @@ class _Attention(Function):
     @first_derivatives_only
     @without_autocast
     def backward(ctx: Any, doutput: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        *found, dsinks = torch.ops.veomni_triton.attention_gradients.default(doutput, *ctx.saved_tensors, *ctx.settings)
+        *found, dsinks = operators.attention_gradients(doutput, *ctx.saved_tensors, *ctx.settings)
         wanted = zip((*found, None, dsinks), ctx.needs_input_grad, strict=False)
         return *(x if needed else None for x, needed in wanted), *(None,) * 6

@@ -11,25 +11,16 @@ from operator import mul
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from veomni_ops.sizes import ceil_div
+from veomni_ops.torch_operators import operator
 from veomni_triton.attention.forward import forward_kernel
 from veomni_triton.attention.gradients import dkeys_kernel, dquery_kernel
 from veomni_triton.attention.rows import ranges_kernel, seeing_kernel
 from veomni_triton.attention_launches import SMALL, Launch, constants_of, takes_small
 
-_NAMESPACE = "veomni_triton"
-_LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sinks, float scale, float softcap"
-_LIBRARY.define(
-    f"attention_forward({_INPUTS}, bool causal, int? window, Tensor? query_bounds, Tensor? key_bounds) -> "
-    "(Tensor output, Tensor norms, Tensor ranges)"
-)
-_LIBRARY.define(
-    f"attention_gradients(Tensor doutput, Tensor output, Tensor norms, Tensor ranges, {_INPUTS}) -> "
-    "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dsinks)"
-)
 # By the widest head; 64 and 128 are the fastest on an H200 (triton_attention.py --tune in benchmarks/attention).
 # All calls of a width have the same, since other tiles may add in another order.
 FORWARD = {64: Launch(128, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(64, 64, 8, 2)}
@@ -252,9 +243,15 @@ def _gradients_like(
     return *of_heads, norms.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
-for _name, _implementation, _fake in (
-    ("attention_forward", _forward, _results),
-    ("attention_gradients", _gradients, _gradients_like),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    library.register_fake(f"{_NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
+attention_forward = operator(
+    f"veomni_triton::attention_forward({_INPUTS}, bool causal, int? window, Tensor? query_bounds, Tensor? key_bounds)"
+    " -> (Tensor output, Tensor norms, Tensor ranges)",
+    _forward,
+    _results,
+)
+attention_gradients = operator(
+    f"veomni_triton::attention_gradients(Tensor doutput, Tensor output, Tensor norms, Tensor ranges, {_INPUTS}) -> "
+    "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dsinks)",
+    _gradients,
+    _gradients_like,
+)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.triton_gpus import register_limit
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.causal_conv1d.arithmetic import bias_of, gradients_of, results_of, taps_of
 from veomni_triton.causal_conv1d.launch import Launch
 from veomni_triton.causal_conv1d.runs import guarded, loaded, numbers_of, place, zeros
@@ -100,7 +101,7 @@ def backward(
 # B sequences of S = positions, C = channels, W = WIDTH taps. Blocks are [CHANNELS], in float32 from load to store.
 # Tuples hold blocks of neighbouring positions: the W - 1 before a step first, then the COUNT of the step. A run begins
 # at `first` and ends before `end`. Offsets are int64, since B * S * C can exceed 2**31.
-@triton.jit(do_not_specialize=["positions", "run"], do_not_specialize_on_alignment=["weight", "bias", "seq_idx"])
+@triton_kernel(do_not_specialize=["positions", "run"], do_not_specialize_on_alignment=["weight", "bias", "seq_idx"])
 def _forward_kernel(
     x,  # [B, S, C], contiguous along C
     weight,  # [C, W]
@@ -166,7 +167,7 @@ def _forward_step(
     return window[COUNT:]
 
 
-@triton.jit(do_not_specialize=["positions", "run"], do_not_specialize_on_alignment=["weight", "bias", "seq_idx"])
+@triton_kernel(do_not_specialize=["positions", "run"], do_not_specialize_on_alignment=["weight", "bias", "seq_idx"])
 def _backward_kernel(
     dy,  # [B, S, C], contiguous along C
     x,  # [B, S, C], contiguous along C

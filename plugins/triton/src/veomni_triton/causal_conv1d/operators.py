@@ -1,14 +1,11 @@
-"""The kernels as operators ``veomni_triton::causal_conv1d*``, without autograd.
-
-``torch.compile`` doesn't trace into an operator. They are defined through a ``Library`` rather than by ``custom_op``,
-which puts more Python around each call.
-"""
+"""The kernels as operators ``veomni_triton::causal_conv1d*``, without autograd."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
+from veomni_ops.torch_operators import operator
 from veomni_triton.causal_conv1d import channels_adjacent, positions_adjacent
 from veomni_triton.causal_conv1d.launch import (
     CHANNELS_BACKWARD,
@@ -24,11 +21,7 @@ from veomni_triton.causal_conv1d.layout import (
 )
 from veomni_triton.partial_sums import sum_partials
 
-_NAMESPACE = "veomni_triton"
-_LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
 _INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, bool has_silu"
-_LIBRARY.define(f"causal_conv1d({_INPUTS}) -> Tensor y")
-_LIBRARY.define(f"causal_conv1d_gradients(Tensor dy, {_INPUTS}) -> (Tensor dx, Tensor dweight, Tensor dbias)")
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, has_silu: bool) -> Tensor:
@@ -79,12 +72,9 @@ def _gradients_like(
     return empty_like(x), weight.new_empty(weight.shape), of_bias.new_empty(weight.shape[:1])
 
 
-for _name, _implementation, _fake in (
-    ("causal_conv1d", _convolved, _convolved_like),
-    ("causal_conv1d_gradients", _gradients, _gradients_like),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    library.register_fake(f"{_NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
-
-causal_conv1d = torch.ops.veomni_triton.causal_conv1d.default
-causal_conv1d_gradients = torch.ops.veomni_triton.causal_conv1d_gradients.default
+causal_conv1d = operator(f"veomni_triton::causal_conv1d({_INPUTS}) -> Tensor y", _convolved, _convolved_like)
+causal_conv1d_gradients = operator(
+    f"veomni_triton::causal_conv1d_gradients(Tensor dy, {_INPUTS}) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    _gradients,
+    _gradients_like,
+)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.triton_gpus import register_limit
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.activations import silu
 from veomni_triton.causal_conv1d.arithmetic import (
     bias_of,
@@ -95,7 +96,7 @@ def backward(
 # and STEP positions of each, on CHANNELS * STEP / VECTOR = L lanes. Blocks are [L], in float32 from load to store;
 # tuples hold blocks of neighbouring positions, whole vectors of them. Offsets of rows are int64, since B * S * C can
 # exceed 2**31.
-@triton.jit(do_not_specialize=["run"], do_not_specialize_on_alignment=["weight", "bias"])
+@triton_kernel(do_not_specialize=["run"], do_not_specialize_on_alignment=["weight", "bias"])
 def _forward_kernel(
     x,  # [B, C, S], contiguous along S
     weight,  # [C, W]
@@ -138,7 +139,7 @@ def _forward_kernel(
         store_vectors(y, position, results, inside, LANES, VECTOR)
 
 
-@triton.jit(do_not_specialize=["run"], do_not_specialize_on_alignment=["weight", "bias"])
+@triton_kernel(do_not_specialize=["run"], do_not_specialize_on_alignment=["weight", "bias"])
 def _backward_kernel(
     dy,  # [B, C, S], contiguous along S
     x,  # [B, C, S], contiguous along S

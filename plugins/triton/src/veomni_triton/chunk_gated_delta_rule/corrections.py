@@ -11,9 +11,9 @@ Shape legend: ``C`` tokens of a chunk, ``K`` key width, ``V`` value width.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.chunk_gated_delta_rule.inverse import unit_lower_inverse
 from veomni_triton.chunk_gated_delta_rule.tiles import (
     NUMBERS,
@@ -28,7 +28,7 @@ from veomni_triton.chunk_gated_delta_rule.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
+@triton_kernel(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def corrections_kernel(
     k,  # [tokens, H, key_width]
     v,  # [tokens, HV, value_width]

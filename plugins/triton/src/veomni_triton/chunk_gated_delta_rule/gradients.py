@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.chunk_gated_delta_rule.states import load_state
 from veomni_triton.chunk_gated_delta_rule.tiles import (
     NUMBERS,
@@ -29,7 +30,7 @@ from veomni_triton.chunk_gated_delta_rule.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
+@triton_kernel(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def product_gradients_kernel(
     q,  # [tokens, H, key_width]
     k,  # [tokens, H, key_width]
@@ -118,7 +119,7 @@ def product_gradients_kernel(
     store_numbers(dbeta + head, dbeta_C, first, count, value_heads, C)
 
 
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
+@triton_kernel(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def query_gradients_kernel(
     q,  # [tokens, H, key_width]
     k,  # [tokens, H, key_width]
@@ -175,7 +176,7 @@ def query_gradients_kernel(
     store_tile(dq + head * key_width, dq_CK, first, count, value_heads * key_width, 0, key_width, C, K)
 
 
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
+@triton_kernel(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def key_gradients_kernel(
     q,  # [tokens, H, key_width]
     k,  # [tokens, H, key_width]
@@ -274,7 +275,7 @@ def _of_raw(dunit_CK, raw_CK, factor_C, NORMED: tl.constexpr):
     return dunit_CK
 
 
-@triton.jit
+@triton_kernel
 def shared_gradients_kernel(
     each,  # [rows, GROUP, width]: those of value heads
     total,  # [rows, width]: their sums

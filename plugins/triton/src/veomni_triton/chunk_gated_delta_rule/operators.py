@@ -1,15 +1,12 @@
-"""Forward and backward as operators ``veomni_triton::chunk_gated_delta_rule_*``, without autograd.
-
-``torch.compile`` doesn't trace into an operator. They are defined through a ``Library`` rather than by ``custom_op``,
-which puts more Python around each call.
-"""
+"""Forward and backward as operators ``veomni_triton::chunk_gated_delta_rule_*``, without autograd."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from veomni_ops.chunk_gated_delta_rule import check_call
+from veomni_ops.torch_operators import operator
 from veomni_triton.chunk_gated_delta_rule.backward import write_gradients
 from veomni_triton.chunk_gated_delta_rule.call import Call, token_rows
 from veomni_triton.chunk_gated_delta_rule.chunks import most_chunks, tables, tables_of_rows
@@ -17,17 +14,7 @@ from veomni_triton.chunk_gated_delta_rule.forward import corrected, write_output
 from veomni_triton.chunk_gated_delta_rule.launch import chunk_length
 from veomni_triton.chunk_gated_delta_rule.recurrence import write_in_order
 
-_NAMESPACE = "veomni_triton"
-_LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor? initial_state"
-_LIBRARY.define(
-    f"chunk_gated_delta_rule_forward({_INPUTS}, Tensor? cu_seqlens, float scale, bool normed, bool keeps_final,"
-    " bool in_fixed_order) -> (Tensor output, Tensor final, Tensor chunks, Tensor spans)"
-)
-_LIBRARY.define(
-    f"chunk_gated_delta_rule_gradients(Tensor? doutput, Tensor? dfinal, {_INPUTS}, Tensor chunks, Tensor spans,"
-    " float scale, bool normed, bool wants_initial) -> Tensor[]"
-)
 
 
 def _forward(
@@ -139,12 +126,15 @@ def _gradients_like(
     return [each.new_empty(each.shape) for each in inputs]
 
 
-for _name, _implementation, _fake in (
-    ("chunk_gated_delta_rule_forward", _forward, _results_like),
-    ("chunk_gated_delta_rule_gradients", _gradients, _gradients_like),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    library.register_fake(f"{_NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
-
-chunk_gated_delta_rule_forward = torch.ops.veomni_triton.chunk_gated_delta_rule_forward.default
-chunk_gated_delta_rule_gradients = torch.ops.veomni_triton.chunk_gated_delta_rule_gradients.default
+chunk_gated_delta_rule_forward = operator(
+    f"veomni_triton::chunk_gated_delta_rule_forward({_INPUTS}, Tensor? cu_seqlens, float scale, bool normed,"
+    " bool keeps_final, bool in_fixed_order) -> (Tensor output, Tensor final, Tensor chunks, Tensor spans)",
+    _forward,
+    _results_like,
+)
+chunk_gated_delta_rule_gradients = operator(
+    f"veomni_triton::chunk_gated_delta_rule_gradients(Tensor? doutput, Tensor? dfinal, {_INPUTS}, Tensor chunks,"
+    " Tensor spans, float scale, bool normed, bool wants_initial) -> Tensor[]",
+    _gradients,
+    _gradients_like,
+)

@@ -8,9 +8,9 @@ Shape legend: ``C`` tokens of a chunk, ``K`` key width, ``V`` columns of the val
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.chunk_gated_delta_rule.states import load_state
 from veomni_triton.chunk_gated_delta_rule.tiles import (
     NUMBERS,
@@ -25,7 +25,7 @@ from veomni_triton.chunk_gated_delta_rule.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
+@triton_kernel(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def outputs_kernel(
     q,  # [tokens, H, key_width]
     k,  # [tokens, H, key_width]
@@ -73,7 +73,7 @@ def outputs_kernel(
     store_tile(out + head * value_width, out_CV, first, count, value_heads * value_width, start, value_width, C, V)
 
 
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
+@triton_kernel(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def correction_gradients_kernel(
     q,  # [tokens, H, key_width]
     k,  # [tokens, H, key_width]

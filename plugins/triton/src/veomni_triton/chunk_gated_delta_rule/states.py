@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.chunk_gated_delta_rule.tiles import (
     NUMBERS,
     ROWS_OF_NUMBERS,
@@ -38,7 +39,7 @@ def store_state(states, state_KV, start, key_width, value_width, K: tl.constexpr
     tl.store(place_KV, state_KV.to(states.dtype.element_ty), mask=inside_KV)
 
 
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
+@triton_kernel(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def states_kernel(
     k,  # [tokens, H, key_width]
     w,  # [tokens, HV, key_width]
@@ -89,7 +90,7 @@ def states_kernel(
         store_state(final + own, state_KV, start, key_width, value_width, K, V)
 
 
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
+@triton_kernel(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=ROWS_OF_NUMBERS)
 def state_gradients_kernel(
     q,  # [tokens, H, key_width]
     k,  # [tokens, H, key_width]

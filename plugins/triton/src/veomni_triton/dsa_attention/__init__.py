@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from veomni_core.kernels import autocast_off, first_derivatives_only, product_operands, without_autocast
 from veomni_ops.dsa_attention import check_call, divergence
-from veomni_triton.dsa_attention import operators  # noqa: F401 - defines what is called through torch.ops
+from veomni_triton.dsa_attention import operators
 
 _NUMBERS = 1 << 26  # in the tensors of a block of the loss
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,7 +48,7 @@ def standard(
     if index_query is None or index_key is None or index_weights is None:
         return output  # type: ignore[no-any-return]
     with torch.no_grad():
-        target = torch.ops.veomni_triton.dsa_attention_target.default(norms, *call)
+        target = operators.dsa_attention_target(norms, *call)
     return output, _loss(index_query, index_key, index_weights, indices, target)
 
 
@@ -82,7 +82,7 @@ class _Attention(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, *call: Any) -> tuple[Tensor, Tensor]:
-        output, norms = torch.ops.veomni_triton.dsa_attention_forward.default(*call)
+        output, norms = operators.dsa_attention_forward(*call)
         ctx.save_for_backward(*call[:3], output, norms)
         ctx.settings = call[3:]
         ctx.mark_non_differentiable(norms)
@@ -93,7 +93,7 @@ class _Attention(Function):
     @without_autocast
     def backward(ctx: Any, doutput: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, output, norms = ctx.saved_tensors
-        gradients = torch.ops.veomni_triton.dsa_attention_gradients.default
+        gradients = operators.dsa_attention_gradients
         found = gradients(doutput, output, norms, *inputs, *ctx.settings)
         return (
             *(x if wanted else None for x, wanted in zip(found, ctx.needs_input_grad, strict=False)),

@@ -7,19 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from veomni_ops.sizes import ceil_div, power_of_two
+from veomni_ops.torch_operators import operator
 from veomni_ops.triton_gpus import gpu_of
 from veomni_triton.dsa_attention import kernels
 
-_NAMESPACE = "veomni_triton"
-_LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
 _INPUTS = "Tensor query, Tensor keys, Tensor indices, float scaling, int value_width"
-_LIBRARY.define(f"dsa_attention_forward({_INPUTS}) -> (Tensor output, Tensor norms)")
 _SAVED = "Tensor doutput, Tensor output, Tensor norms"
-_LIBRARY.define(f"dsa_attention_gradients({_SAVED}, {_INPUTS}) -> (Tensor dquery, Tensor dkeys)")
-_LIBRARY.define(f"dsa_attention_target(Tensor norms, {_INPUTS}) -> Tensor")
 # Weights in memory at a time. Backward has gradients beside them, and an H100's cache takes 50 MB.
 _WEIGHTS, _WEIGHTS_BACKWARD = 1 << 24, 3 << 22
 
@@ -153,14 +149,16 @@ def _gradients_like(
     return query.new_empty(query.shape), keys.new_empty(keys.shape)
 
 
-for _name, _implementation, _fake in (
-    ("dsa_attention_forward", _forward, _results),
-    ("dsa_attention_gradients", _gradients, _gradients_like),
-    (
-        "dsa_attention_target",
-        _target,
-        lambda norms, query, keys, indices, *_: indices.new_empty(indices.shape, dtype=torch.float32),
-    ),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    library.register_fake(f"{_NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
+dsa_attention_forward = operator(
+    f"veomni_triton::dsa_attention_forward({_INPUTS}) -> (Tensor output, Tensor norms)", _forward, _results
+)
+dsa_attention_gradients = operator(
+    f"veomni_triton::dsa_attention_gradients({_SAVED}, {_INPUTS}) -> (Tensor dquery, Tensor dkeys)",
+    _gradients,
+    _gradients_like,
+)
+dsa_attention_target = operator(
+    f"veomni_triton::dsa_attention_target(Tensor norms, {_INPUTS}) -> Tensor",
+    _target,
+    lambda norms, query, keys, indices, *_: indices.new_empty(indices.shape, dtype=torch.float32),
+)

@@ -1,26 +1,19 @@
-"""Forward and backward as operators ``veomni_triton::mamba2_scan_*``, without autograd.
-
-``torch.compile`` doesn't trace into an operator. They are defined through a ``Library`` rather than by ``custom_op``,
-which puts more Python around each call.
-"""
+"""Forward and backward as operators ``veomni_triton::mamba2_scan_*``, without autograd."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
+from veomni_ops.torch_operators import operator
 from veomni_triton.mamba2_scan.backward import write_gradients
 from veomni_triton.mamba2_scan.call import Call, token_rows
 from veomni_triton.mamba2_scan.forward import scanned, write_outputs
 
-_NAMESPACE = "veomni_triton"
-_LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
 _INPUTS = (
     "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor? initial_states,"
     " Tensor? seq_idx, bool softplus, float least, float most"
 )
-_LIBRARY.define(f"mamba2_scan_forward({_INPUTS}, bool keeps_final) -> (Tensor output, Tensor final)")
-_LIBRARY.define(f"mamba2_scan_gradients(Tensor? doutput, Tensor? dfinal, {_INPUTS}) -> Tensor[]")
 
 
 def _forward(
@@ -91,12 +84,13 @@ def _gradients_like(doutput: Tensor | None, dfinal: Tensor | None, *inputs: obje
     return [each.new_empty(each.shape) for each in inputs[:8] if isinstance(each, Tensor)]
 
 
-for _name, _implementation, _fake in (
-    ("mamba2_scan_forward", _forward, _results_like),
-    ("mamba2_scan_gradients", _gradients, _gradients_like),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    library.register_fake(f"{_NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
-
-mamba2_scan_forward = torch.ops.veomni_triton.mamba2_scan_forward.default
-mamba2_scan_gradients = torch.ops.veomni_triton.mamba2_scan_gradients.default
+mamba2_scan_forward = operator(
+    f"veomni_triton::mamba2_scan_forward({_INPUTS}, bool keeps_final) -> (Tensor output, Tensor final)",
+    _forward,
+    _results_like,
+)
+mamba2_scan_gradients = operator(
+    f"veomni_triton::mamba2_scan_gradients(Tensor? doutput, Tensor? dfinal, {_INPUTS}) -> Tensor[]",
+    _gradients,
+    _gradients_like,
+)

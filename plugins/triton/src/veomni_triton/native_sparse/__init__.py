@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from veomni_core.kernels import first_derivatives_only, product_operands, without_autocast
 from veomni_ops.native_sparse import Sizes, check_call
-from veomni_triton.native_sparse import operators  # noqa: F401 - defines what is called through torch.ops
+from veomni_triton.native_sparse import operators
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,7 +59,7 @@ class _NativeSparse(Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, *call: Any) -> tuple[Tensor, ...]:
-        output, *saved = torch.ops.veomni_triton.native_sparse_forward.default(*call)
+        output, *saved = operators.native_sparse_forward(*call)
         ctx.save_for_backward(*saved, *call[:9])
         ctx.settings = call[9:]
         ctx.mark_non_differentiable(*saved)
@@ -69,6 +69,6 @@ class _NativeSparse(Function):
     @first_derivatives_only
     @without_autocast
     def backward(ctx: Any, doutput: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        found = torch.ops.veomni_triton.native_sparse_gradients.default(doutput, *ctx.saved_tensors, *ctx.settings)
+        found = operators.native_sparse_gradients(doutput, *ctx.saved_tensors, *ctx.settings)
         wanted = (x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=False))
         return *wanted, None, None, None

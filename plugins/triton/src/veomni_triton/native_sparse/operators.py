@@ -5,22 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from veomni_ops.native_sparse import Sizes, blocks_of
 from veomni_ops.sizes import ceil_div, power_of_two
+from veomni_ops.torch_operators import operator
 from veomni_triton.native_sparse import chosen_blocks, key_ranges, launches, mixing
 
-_NAMESPACE = "veomni_triton"
-_LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
 _KEYS = "Tensor key, Tensor value, Tensor compressed_key, Tensor compressed_value, Tensor? wkey, Tensor? wvalue"
 _INPUTS = f"Tensor query, {_KEYS}, Tensor gates, Tensor? cu_seq_lens, float scaling, int[] sizes"
-_LIBRARY.define(f"native_sparse_forward({_INPUTS}) -> (Tensor output, Tensor branches, Tensor norms, Tensor chosen)")
-_LIBRARY.define(
-    f"native_sparse_gradients(Tensor doutput, Tensor branches, Tensor norms, Tensor chosen, {_INPUTS}) -> "
-    "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dcompressed_key, Tensor dcompressed_value, Tensor dwkey, "
-    "Tensor dwvalue, Tensor dgates)"
-)
 _SUMS = 1 << 26  # numbers of a block's sums, 256 MiB
 SHARE = 4  # heads of a program of the gradients of compressed keys
 PART = 4096  # queries of a program of the gradients of a block's keys
@@ -283,9 +276,15 @@ def _gradients_like(
     return tuple(x.new_empty(x.shape) for x in given)
 
 
-for _name, _implementation, _fake in (
-    ("native_sparse_forward", _forward, _results),
-    ("native_sparse_gradients", _gradients, _gradients_like),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    library.register_fake(f"{_NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
+native_sparse_forward = operator(
+    f"veomni_triton::native_sparse_forward({_INPUTS}) -> (Tensor output, Tensor branches, Tensor norms, Tensor chosen)",
+    _forward,
+    _results,
+)
+native_sparse_gradients = operator(
+    f"veomni_triton::native_sparse_gradients(Tensor doutput, Tensor branches, Tensor norms, Tensor chosen, {_INPUTS})"
+    " -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dcompressed_key, Tensor dcompressed_value, Tensor dwkey,"
+    " Tensor dwvalue, Tensor dgates)",
+    _gradients,
+    _gradients_like,
+)

@@ -1,31 +1,14 @@
-"""The kernels as operators ``veomni_triton::rms_norm_*``, without autograd.
-
-``torch.compile`` doesn't trace into an operator. They are defined through a ``Library`` rather than by ``custom_op``,
-which puts more Python around each call.
-"""
+"""The kernels as operators ``veomni_triton::rms_norm_*``, without autograd."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
+from veomni_ops.torch_operators import operator
 from veomni_triton.aligned_rows import aligned_rows, aligned_weight
 from veomni_triton.rms_norm import whole_rows, wide_rows
 from veomni_triton.rms_norm.launch import backward_launch, fits_whole, forward_launch
-
-_NAMESPACE = "veomni_triton"
-_LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
-_LIBRARY.define(
-    "rms_norm_forward(Tensor x, Tensor? weight, float eps, float offset, bool round_scale, bool round_normalised)"
-    " -> (Tensor y, Tensor reciprocal)"
-)
-_LIBRARY.define(
-    "rms_norm_gradients(Tensor dy, Tensor x, Tensor weight, Tensor reciprocal, float offset)"
-    " -> (Tensor dx, Tensor dweight)"
-)
-_LIBRARY.define(
-    "rms_norm_input_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor reciprocal, float offset) -> Tensor dx"
-)
 
 
 def _results(
@@ -84,14 +67,21 @@ def _input_gradient_like(dy: Tensor, x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-for _name, _implementation, _fake in (
-    ("rms_norm_forward", _forward, _results),
-    ("rms_norm_gradients", _gradients, _gradients_like),
-    ("rms_norm_input_gradient", _input_gradient, _input_gradient_like),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    library.register_fake(f"{_NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
-
-rms_norm_forward = torch.ops.veomni_triton.rms_norm_forward.default
-rms_norm_gradients = torch.ops.veomni_triton.rms_norm_gradients.default
-rms_norm_input_gradient = torch.ops.veomni_triton.rms_norm_input_gradient.default
+rms_norm_forward = operator(
+    "veomni_triton::rms_norm_forward(Tensor x, Tensor? weight, float eps, float offset, bool round_scale,"
+    " bool round_normalised) -> (Tensor y, Tensor reciprocal)",
+    _forward,
+    _results,
+)
+rms_norm_gradients = operator(
+    "veomni_triton::rms_norm_gradients(Tensor dy, Tensor x, Tensor weight, Tensor reciprocal, float offset)"
+    " -> (Tensor dx, Tensor dweight)",
+    _gradients,
+    _gradients_like,
+)
+rms_norm_input_gradient = operator(
+    "veomni_triton::rms_norm_input_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor reciprocal, float offset)"
+    " -> Tensor dx",
+    _input_gradient,
+    _input_gradient_like,
+)

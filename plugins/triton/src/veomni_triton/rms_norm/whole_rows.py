@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.sizes import ceil_div, power_of_two
 from veomni_ops.triton_gpus import multiprocessors
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.aligned_rows import alignment
 from veomni_triton.partial_sums import sum_partials
 from veomni_triton.root_mean_square import gain, normalised, reciprocal_rms
@@ -115,7 +115,7 @@ def backward(
 # Strides come in units of the alignment that the width guarantees, and are not specialised: where 16 happens to divide
 # them, Triton would compile wider vector loads, and so another order of summation. Multiplied by ALIGNED, a constant,
 # they still let the compiler know as much alignment as every row of this width has.
-@triton.jit(do_not_specialize=["rows", "x_stride", "eps"])
+@triton_kernel(do_not_specialize=["rows", "x_stride", "eps"])
 def _forward_kernel(
     x,  # [T, H], rows x_stride * ALIGNED apart
     weight,  # [H] or None
@@ -147,7 +147,7 @@ def _forward_kernel(
     tl.store(y + row[:, None] * WIDTH + column[None, :], result.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "dy_stride", "x_stride"])
+@triton_kernel(do_not_specialize=["rows", "dy_stride", "x_stride"])
 def _backward_kernel(
     dy,  # [T, H], rows dy_stride * DY_ALIGNED apart
     x,  # [T, H], rows x_stride * X_ALIGNED apart

@@ -1,35 +1,18 @@
-"""The kernels as operators ``veomni_triton::rms_norm_gated_*``, without autograd.
-
-``torch.compile`` doesn't trace into an operator. They are defined through a ``Library`` rather than by ``custom_op``,
-which puts more Python around each call.
-"""
+"""The kernels as operators ``veomni_triton::rms_norm_gated_*``, without autograd."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
+from veomni_ops.torch_operators import operator
 from veomni_ops.triton_gpus import gpu_of
 from veomni_triton.aligned_rows import aligned_rows, aligned_weight
 from veomni_triton.rms_norm_gated import whole_groups, wide_groups
 from veomni_triton.rms_norm_gated.form import Form
 from veomni_triton.rms_norm_gated.launch import WHOLE_GROUP, backward_launch, forward_launch
 
-_NAMESPACE = "veomni_triton"
-_LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
 _FORM = "bool gate_first, bool sigmoid, bool rounded"
-_LIBRARY.define(
-    f"rms_norm_gated_forward(Tensor x, Tensor gate, Tensor weight, float eps, int groups, {_FORM})"
-    " -> (Tensor y, Tensor reciprocal)"
-)
-_LIBRARY.define(
-    f"rms_norm_gated_gradients(Tensor dy, Tensor x, Tensor gate, Tensor weight, Tensor reciprocal, {_FORM})"
-    " -> (Tensor dx, Tensor dgate, Tensor dweight)"
-)
-_LIBRARY.define(
-    f"rms_norm_gated_input_gradients(Tensor dy, Tensor x, Tensor gate, Tensor weight, Tensor reciprocal, {_FORM})"
-    " -> (Tensor dx, Tensor dgate)"
-)
 
 
 def _results(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, *form: bool) -> tuple[Tensor, Tensor]:
@@ -101,14 +84,21 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-for _name, _implementation, _fake in (
-    ("rms_norm_gated_forward", _forward, _results),
-    ("rms_norm_gated_gradients", _gradients, _gradients_like),
-    ("rms_norm_gated_input_gradients", _input_gradients, _input_gradients_like),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    library.register_fake(f"{_NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
-
-rms_norm_gated_forward = torch.ops.veomni_triton.rms_norm_gated_forward.default
-rms_norm_gated_gradients = torch.ops.veomni_triton.rms_norm_gated_gradients.default
-rms_norm_gated_input_gradients = torch.ops.veomni_triton.rms_norm_gated_input_gradients.default
+rms_norm_gated_forward = operator(
+    f"veomni_triton::rms_norm_gated_forward(Tensor x, Tensor gate, Tensor weight, float eps, int groups, {_FORM})"
+    " -> (Tensor y, Tensor reciprocal)",
+    _forward,
+    _results,
+)
+rms_norm_gated_gradients = operator(
+    "veomni_triton::rms_norm_gated_gradients(Tensor dy, Tensor x, Tensor gate, Tensor weight, Tensor reciprocal,"
+    f" {_FORM}) -> (Tensor dx, Tensor dgate, Tensor dweight)",
+    _gradients,
+    _gradients_like,
+)
+rms_norm_gated_input_gradients = operator(
+    "veomni_triton::rms_norm_gated_input_gradients(Tensor dy, Tensor x, Tensor gate, Tensor weight,"
+    f" Tensor reciprocal, {_FORM}) -> (Tensor dx, Tensor dgate)",
+    _input_gradients,
+    _input_gradients_like,
+)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.sizes import ceil_div, power_of_two
 from veomni_ops.triton_gpus import multiprocessors, register_limit
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.aligned_rows import alignment
 from veomni_triton.partial_sums import sum_partials
 from veomni_triton.rms_norm_gated.arithmetic import input_gradients, opened, result_of, source_of, weighted_gradient
@@ -133,7 +133,7 @@ def backward(
 #
 # Strides come in units of the alignment that the width guarantees, and are not specialised: where 16 happens to divide
 # them, Triton would compile wider vector loads, and so another order of summation.
-@triton.jit(do_not_specialize=["rows", "x_stride", "gate_stride", "eps"])
+@triton_kernel(do_not_specialize=["rows", "x_stride", "gate_stride", "eps"])
 def _forward_kernel(
     x,  # [T, H], rows x_stride * X_ALIGNED apart
     gate,  # [T, H], rows gate_stride * GATE_ALIGNED apart
@@ -177,7 +177,7 @@ def _forward_kernel(
     tl.store(at, result.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "dy_stride", "x_stride", "gate_stride"])
+@triton_kernel(do_not_specialize=["rows", "dy_stride", "x_stride", "gate_stride"])
 def _backward_kernel(
     dy,  # [T, H], rows dy_stride * DY_ALIGNED apart
     x,  # [T, H], rows x_stride * X_ALIGNED apart

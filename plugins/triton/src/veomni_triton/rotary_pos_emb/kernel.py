@@ -10,13 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
+
 # B batch, S positions, Hq and Hk heads of queries and keys, D dimensions of a head, of which R = 2 * HALF are rotated
 # and REST = D - R pass through. Blocks are [POSITIONS, heads, HALF]; tl.arange needs powers of two, so heads and HALF
 # are padded, and masked.
 
 
 # Positions only mask: a number of them that is a multiple of 16 needs no kernel of its own.
-@triton.jit(do_not_specialize=["positions"])
+@triton_kernel(do_not_specialize=["positions"])
 def rotate_kernel(
     q,  # [B, S, Hq, D] by its strides, whichever of S and Hq comes first in memory
     k,  # [B, S, Hk, D] likewise; not read if Hk is 0

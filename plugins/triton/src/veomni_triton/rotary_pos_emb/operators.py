@@ -1,22 +1,13 @@
-"""The rotation as the operator ``veomni_triton::rotary_pos_emb``, without autograd.
-
-``torch.compile`` doesn't trace into an operator. It is defined through a ``Library`` rather than by ``custom_op``,
-which puts more Python around each call.
-"""
+"""The rotation as the operator ``veomni_triton::rotary_pos_emb``, without autograd."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
+from veomni_ops.torch_operators import operator
 from veomni_triton.rotary_pos_emb.form import Form
 from veomni_triton.rotary_pos_emb.launch import rotate, rotate_launch
-
-_LIBRARY = library.Library("veomni_triton", "FRAGMENT")
-_LIBRARY.define(
-    "rotary_pos_emb(Tensor q, Tensor k, Tensor cos, Tensor sin, int unsqueeze_dim, bool reads_neighbours,"
-    " bool writes_neighbours, bool last, bool backwards) -> (Tensor q, Tensor k)"
-)
 
 
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, *form: bool) -> tuple[Tensor, Tensor]:
@@ -28,6 +19,9 @@ def _outputs(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
 
 
-_LIBRARY.impl("rotary_pos_emb", _rotated, "CompositeExplicitAutograd")
-library.register_fake("veomni_triton::rotary_pos_emb", _outputs, lib=_LIBRARY)
-rotary_pos_emb = torch.ops.veomni_triton.rotary_pos_emb.default
+rotary_pos_emb = operator(
+    "veomni_triton::rotary_pos_emb(Tensor q, Tensor k, Tensor cos, Tensor sin, int unsqueeze_dim,"
+    " bool reads_neighbours, bool writes_neighbours, bool last, bool backwards) -> (Tensor q, Tensor k)",
+    _rotated,
+    _outputs,
+)

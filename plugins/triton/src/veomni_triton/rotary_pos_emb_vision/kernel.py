@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
+
 # B images or sequences, S patches, H heads of D = WIDTH dimensions, of which the first R = ROTATED are in pairs, and
 # the others pass through. A row is one head of one patch, and a program has ROWS rows. With pairs of both halves, an
 # entry of a block is a pair, and what passes through counts as pairs too: a row has R / 2 + (D - R) / 2 of them. With
@@ -19,7 +21,7 @@ import triton.language as tl
 
 
 # Patches only mask: a number of them that is a multiple of 16 needs no kernel of its own.
-@triton.jit(do_not_specialize=["patches"])
+@triton_kernel(do_not_specialize=["patches"])
 def rotate_patches_kernel(
     q,  # [B, S, H, D] by its strides
     k,  # [B, S, H, D] likewise; None where only q is rotated

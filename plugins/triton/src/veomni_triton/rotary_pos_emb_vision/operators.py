@@ -1,21 +1,12 @@
-"""The rotation as the operator ``veomni_triton::rotary_pos_emb_vision``, without autograd.
-
-``torch.compile`` doesn't trace into an operator. It is defined through a ``Library`` rather than by ``custom_op``,
-which puts more Python around each call.
-"""
+"""The rotation as the operator ``veomni_triton::rotary_pos_emb_vision``, without autograd."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
+from veomni_ops.torch_operators import operator
 from veomni_triton.rotary_pos_emb_vision.launch import LAUNCH, rotate_patches
-
-_LIBRARY = library.Library("veomni_triton", "FRAGMENT")
-_LIBRARY.define(
-    "rotary_pos_emb_vision(Tensor q, Tensor k, Tensor cos, Tensor sin, bool neighbours, bool transposed)"
-    " -> (Tensor q, Tensor k)"
-)
 
 
 def _rotated(
@@ -29,6 +20,9 @@ def _outputs(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q, memory_format=contiguous), torch.empty_like(k, memory_format=contiguous)
 
 
-_LIBRARY.impl("rotary_pos_emb_vision", _rotated, "CompositeExplicitAutograd")
-library.register_fake("veomni_triton::rotary_pos_emb_vision", _outputs, lib=_LIBRARY)
-rotary_pos_emb_vision = torch.ops.veomni_triton.rotary_pos_emb_vision.default
+rotary_pos_emb_vision = operator(
+    "veomni_triton::rotary_pos_emb_vision(Tensor q, Tensor k, Tensor cos, Tensor sin, bool neighbours, bool transposed)"
+    " -> (Tensor q, Tensor k)",
+    _rotated,
+    _outputs,
+)

@@ -1,32 +1,22 @@
-"""Forward and backward as operators ``veomni_triton::selective_scan_*``, without autograd.
-
-``torch.compile`` doesn't trace into an operator. They are defined through a ``Library`` rather than by ``custom_op``,
-which puts more Python around each call.
-"""
+"""Forward and backward as operators ``veomni_triton::selective_scan_*``, without autograd."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from veomni_ops.sizes import ceil_div, power_of_two
+from veomni_ops.torch_operators import operator
 from veomni_triton.aligned_rows import begins_aligned, compact
 from veomni_triton.selective_scan.kernels import gradients_kernel, outputs_kernel
 from veomni_triton.selective_scan.launch import CHUNK, GRADIENTS, OUTPUTS, Launch
 
-_NAMESPACE = "veomni_triton"
-_LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
 _INPUTS = (
     "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias,"
     " Tensor? initial_states, Tensor? seq_idx, bool softplus"
 )
-_LIBRARY.define(
-    f"selective_scan_forward({_INPUTS}, bool keeps_borders, bool keeps_final)"
-    " -> (Tensor output, Tensor borders, Tensor final)"
-)
-_LIBRARY.define(f"selective_scan_gradients(Tensor? doutput, Tensor? dfinal, Tensor borders, {_INPUTS}) -> Tensor[]")
 
 
 def _forward(
@@ -207,12 +197,14 @@ def _gradients_like(doutput: Tensor | None, dfinal: Tensor | None, borders: Tens
     ]
 
 
-for _name, _implementation, _fake in (
-    ("selective_scan_forward", _forward, _results_like),
-    ("selective_scan_gradients", _gradients, _gradients_like),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    library.register_fake(f"{_NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
-
-selective_scan_forward = torch.ops.veomni_triton.selective_scan_forward.default
-selective_scan_gradients = torch.ops.veomni_triton.selective_scan_gradients.default
+selective_scan_forward = operator(
+    f"veomni_triton::selective_scan_forward({_INPUTS}, bool keeps_borders, bool keeps_final)"
+    " -> (Tensor output, Tensor borders, Tensor final)",
+    _forward,
+    _results_like,
+)
+selective_scan_gradients = operator(
+    f"veomni_triton::selective_scan_gradients(Tensor? doutput, Tensor? dfinal, Tensor borders, {_INPUTS}) -> Tensor[]",
+    _gradients,
+    _gradients_like,
+)

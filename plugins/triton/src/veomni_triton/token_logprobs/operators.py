@@ -1,7 +1,6 @@
 """Forward and backward as operators ``veomni_triton::token_logprobs_*``, without autograd.
 
-``torch.compile`` doesn't trace into an operator. They are defined through a ``Library`` rather than by ``custom_op``,
-which puts more Python around each call.
+
 
 Shape suffixes: ``N`` tokens, ``H`` hidden width, ``V`` vocabulary, ``W`` words of a tile.
 """
@@ -12,26 +11,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from veomni_ops.token_logprobs import ENTROPY
+from veomni_ops.torch_operators import operator
 from veomni_triton.token_logprobs.launch import add_to_sums, write_gradient
 from veomni_triton.token_logprobs.products import add_product, project
 from veomni_triton.token_logprobs.statistics import Statistics, sums_of_nothing
 from veomni_triton.token_logprobs.tiles import Tiles, matrix
 
-_NAMESPACE = "veomni_triton"
-_LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? temperatures"
 _NUMBERS = "float temperature, float scale, float softcap, int ignore_index, bool in_fixed_order"
-_LIBRARY.define(
-    f"token_logprobs_forward({_OPERANDS}, {_NUMBERS}, str[] outputs, int kept_bytes)"
-    " -> (Tensor[] results, Tensor log_normalizer, Tensor entropy, Tensor kept)"
-)
-_LIBRARY.define(
-    f"token_logprobs_gradients(Tensor? dlogprobs, Tensor? dentropy, {_OPERANDS}, Tensor log_normalizer, Tensor entropy,"
-    f" Tensor kept, {_NUMBERS}, bool[] wanted) -> Tensor[]"
-)
 
 
 def _forward(
@@ -152,12 +142,15 @@ def _gradients_like(
     ]
 
 
-for _name, _implementation, _fake in (
-    ("token_logprobs_forward", _forward, _results_like),
-    ("token_logprobs_gradients", _gradients, _gradients_like),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    library.register_fake(f"{_NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
-
-token_logprobs_forward = torch.ops.veomni_triton.token_logprobs_forward.default
-token_logprobs_gradients = torch.ops.veomni_triton.token_logprobs_gradients.default
+token_logprobs_forward = operator(
+    f"veomni_triton::token_logprobs_forward({_OPERANDS}, {_NUMBERS}, str[] outputs, int kept_bytes)"
+    " -> (Tensor[] results, Tensor log_normalizer, Tensor entropy, Tensor kept)",
+    _forward,
+    _results_like,
+)
+token_logprobs_gradients = operator(
+    f"veomni_triton::token_logprobs_gradients(Tensor? dlogprobs, Tensor? dentropy, {_OPERANDS}, Tensor log_normalizer,"
+    f" Tensor entropy, Tensor kept, {_NUMBERS}, bool[] wanted) -> Tensor[]",
+    _gradients,
+    _gradients_like,
+)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.sizes import power_of_two
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton_moe.moe_experts.routing import Routing
 
 
@@ -35,14 +36,9 @@ class Activation:
     up_offset: float = 0.0
     interleaved: bool = False
 
-    def constants(self) -> dict[str, float | bool]:
-        """The kernels' parameters. ``limit`` is a float in any case; without ``CLAMPED`` it is not read."""
-        return {
-            "alpha": self.alpha,
-            "limit": 0.0 if self.limit is None else self.limit,
-            "up_offset": self.up_offset,
-            "CLAMPED": self.limit is not None,
-        }
+    def parameters(self) -> tuple[float, float, float]:
+        """The kernels' ``alpha``, ``limit`` and ``up_offset``; without ``CLAMPED`` they don't read ``limit``."""
+        return self.alpha, 0.0 if self.limit is None else self.limit, self.up_offset
 
 
 # T tokens, K choices per token, N = T * K routes and as many rows, E experts, H hidden, I intermediate. The first three
@@ -132,18 +128,19 @@ def activation_backward(
         routing.k,
         width,
         0 if down_bias is None else down_bias.shape[1],
+        *activation.parameters(),
+        CLAMPED=activation.limit is not None,
         HALF=half,
         UNIT=unit,
         WEIGHTED=weighted,
         BLOCK=min(power_of_two(width), 1024),
         num_warps=4,
-        **activation.constants(),
     )
     return dpre, dactivation, dweights
 
 
 # One program per row, because a routing weight's gradient is a sum over a whole row: no atomics, one order.
-@triton.jit(do_not_specialize=["experts", "k_per_token"])
+@triton_kernel(do_not_specialize=["experts", "k_per_token"])
 def _activation_backward(
     dactivation,  # [N, I], read, then if WEIGHTED overwritten with the weighted activations
     pre,  # [N, 2I]

@@ -9,6 +9,7 @@ while its sums are in registers: :func:`add_outer`. So nothing as wide as a row 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -81,19 +82,18 @@ class Outer:
         return with_last_contiguous(self.factors.mT) if rank_contiguous else with_last_contiguous(self.factors)
 
 
-def outer_arguments(outer: Outer | None) -> dict[str, Tensor | int | None]:
-    """The parameters of kernels that call :func:`add_outer`. The rank is 0 where there is no adapter."""
-    inner, factors = (None, None) if outer is None else (outer.inner, outer.factors)
-    expert_stride, rank_stride, n_stride = (0, 0, 0) if factors is None else factors.stride()
-    return {
-        "inner": inner,
-        "inner_stride": 0 if inner is None else inner.stride(0),
-        "factors": factors,
-        "factors_expert_stride": expert_stride,
-        "factors_rank_stride": rank_stride,
-        "factors_n_stride": n_stride,
-        "RANK": 0 if factors is None else factors.shape[1],
-    }
+def outer_arguments(outer: Outer | None, inner: Any = None, factors: Any = None) -> tuple[tuple[Any, ...], int]:
+    """The arguments of kernels that call :func:`add_outer`, and their ``RANK``, which is 0 without an adapter.
+
+    Args:
+        outer: The adapter's part, or ``None``.
+        inner: A descriptor to pass in place of its own, if any.
+        factors: Likewise.
+    """
+    if outer is None:
+        return (None, 0, None, 0, 0, 0), 0
+    inner, factors = (outer.inner if inner is None else inner), (outer.factors if factors is None else factors)
+    return (inner, outer.inner.stride(0), factors, *outer.factors.stride()), outer.factors.shape[1]
 
 
 # T tokens, K choices per token, N = T * K rows, sorted by expert; E experts; r the rank, R the rank in whole blocks of

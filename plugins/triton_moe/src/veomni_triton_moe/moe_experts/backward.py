@@ -155,7 +155,7 @@ def _hidden_gradient(layer: ExpertsLayer, dpre: Tensor, dinner: Tensor | None, r
     for first in range(0, width, size):
         part = slice(first, first + size)
         outer = None if adapter is None or dinner is None else adapter.outer_gradient(dinner, part)
-        matrices = layer.gate_up_proj[:, :, part]
+        matrices = layer.gate_up_proj.narrow(2, first, min(size, width - first))  # half as long as by a slice
         # The rows get no name, so that one part's are freed before the next part's are allocated.
         combine_rows(
             row_product(dpre, matrices, routing, launch, layer.described, outer=outer), routing, dhidden[:, part]

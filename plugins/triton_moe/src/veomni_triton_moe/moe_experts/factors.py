@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, library
+from torch import Tensor
 from torch.autograd import Function
 
 from veomni_core.kernels import first_derivatives_only
 from veomni_ops.sizes import ceil_div, power_of_two
+from veomni_ops.torch_operators import operator
 
 
 def rank_block(rank: int) -> int:
@@ -73,19 +74,12 @@ def _cut_fake(dfactor: Tensor, rank: int, strides: Sequence[int]) -> Tensor:
     return dfactor.new_empty_strided((*dfactor.shape[:2], rank), tuple(strides))
 
 
-# Operators, so that ``torch.compile`` doesn't trace into them. Defined through a ``Library`` rather than by
-# ``custom_op``, which puts more Python around each call.
-_LIBRARY = library.Library("veomni_triton_moe", "FRAGMENT")
-_LIBRARY.define("moe_experts_factor(Tensor b) -> Tensor")
-_LIBRARY.define("moe_experts_factor_backward(Tensor dfactor, SymInt rank, SymInt[] strides) -> Tensor")
-for _name, _implementation, _fake in (
-    ("moe_experts_factor", _padded_operator, _padded_fake),
-    ("moe_experts_factor_backward", _cut_operator, _cut_fake),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    library.register_fake(f"veomni_triton_moe::{_name}", _fake, lib=_LIBRARY)
-_padded = torch.ops.veomni_triton_moe.moe_experts_factor.default
-_cut = torch.ops.veomni_triton_moe.moe_experts_factor_backward.default
+_padded = operator("veomni_triton_moe::moe_experts_factor(Tensor b) -> Tensor", _padded_operator, _padded_fake)
+_cut = operator(
+    "veomni_triton_moe::moe_experts_factor_backward(Tensor dfactor, SymInt rank, SymInt[] strides) -> Tensor",
+    _cut_operator,
+    _cut_fake,
+)
 
 
 def _copied(source: Tensor, target: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -12,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from veomni_ops.sizes import ceil_div
 from veomni_ops.triton_descriptors import described, described_rows
 from veomni_ops.triton_gpus import multiprocessors
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton_moe.moe_experts.activation import Activation, activate
 from veomni_triton_moe.moe_experts.adapters import Outer, add_outer, outer_arguments
 from veomni_triton_moe.moe_experts.launch import Launch
@@ -61,11 +61,12 @@ def gate_up_product(
     activated = hidden.new_empty(routing.routes, intermediate)
     # Each tile stores pre in two parts of BLOCK_N columns: gate and up, or the left and right half where interleaved.
     operands: tuple[Any, ...] = (gate_up_proj, pre, pre if activation.interleaved else pre[:, intermediate:], activated)
-    adapter = outer_arguments(outer)
+    factors = None
     if use_descriptors:
         operands = _described(gate_up_proj, pre, activated, activation.interleaved, launch)
         if outer is not None:
-            adapter["factors"] = _described_weight(outer.lines(True), activation.interleaved, launch)
+            factors = _described_weight(outer.lines(True), activation.interleaved, launch)
+    adapter, rank = outer_arguments(outer, factors=factors)
     # An upper bound, since the number of tiles is on the device; a few programs per multiprocessor go through them.
     tiles = routing.max_tiles * ceil_div(intermediate, launch.block_n)
     _gate_up[(min(multiprocessors(hidden.device) * launch.programs, tiles),)](
@@ -81,6 +82,9 @@ def gate_up_product(
         intermediate,
         hidden.stride(0),
         *gate_up_proj.stride(),
+        *activation.parameters(),
+        *adapter,
+        CLAMPED=activation.limit is not None,
         INTERLEAVED=activation.interleaved,
         DESCRIBED=use_descriptors,
         EVEN_K=width % launch.block_k == 0,
@@ -88,10 +92,9 @@ def gate_up_product(
         BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k,
         GROUP_M=launch.group_m,
+        RANK=rank,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        **activation.constants(),
-        **adapter,
     )
     return pre, activated
 
@@ -124,7 +127,7 @@ def _described_weight(weight: Tensor, interleaved: bool, launch: Launch) -> Tens
 # T tokens, N rows, one per route and sorted by expert; E experts, H hidden, I intermediate. A tile is BLOCK_M rows by
 # BLOCK_N columns of gate and the same columns of up, so its accumulator has 2 * BLOCK_N. H is reduced, indexed by k.
 # max_tiles depends on the batch: if it were specialised, batches would recompile the kernel.
-@triton.jit(do_not_specialize=["max_tiles", "k_per_token"])
+@triton_kernel(do_not_specialize=["max_tiles", "k_per_token"])
 def _gate_up(
     hidden,  # [T, H], rows hidden_stride apart; always a pointer, since a tile's tokens are scattered
     weight,  # [E, 2I, H], or a descriptor: blocks [1, 2, BLOCK_N, BLOCK_K], if INTERLEAVED [1, 2 * BLOCK_N, BLOCK_K]
@@ -146,6 +149,12 @@ def _gate_up(
     alpha,
     limit,
     up_offset,
+    inner,  # [N, R], or None without an adapter
+    inner_stride,
+    factors,  # [E, RANK, 2I] or None
+    factors_expert_stride,  # of factors, as the next two
+    factors_rank_stride,
+    factors_n_stride,
     CLAMPED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -154,12 +163,6 @@ def _gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    inner,  # [N, R], or None without an adapter
-    inner_stride,
-    factors,  # [E, RANK, 2I] or None
-    factors_expert_stride,  # of factors, as the next two
-    factors_rank_stride,
-    factors_n_stride,
     RANK: tl.constexpr,  # 0 without an adapter
 ):
     m_tiles = tl.load(tiles)

@@ -5,11 +5,11 @@ Neither is persistent or loads through TMA, as the weights' products do: a progr
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.sizes import ceil_div
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton_moe.moe_experts.factors import padded_rank, rank_block
 from veomni_triton_moe.moe_experts.launch import NarrowLaunch, factor_launch, inner_launch
 from veomni_triton_moe.moe_experts.routing import Routing
@@ -127,7 +127,7 @@ def factor_gradient(
 # BLOCK_R. A is the width of the rows.
 
 
-@triton.jit(do_not_specialize=["max_tiles", "k_per_token"])
+@triton_kernel(do_not_specialize=["max_tiles", "k_per_token"])
 def _inner_product(
     source,  # [N, A], or [T, A] with route_of_row; rows source_stride apart
     matrices,  # [E, A, r], or more columns
@@ -178,7 +178,7 @@ def _inner_product(
         tl.store(pointers, product.to(inner.dtype.element_ty), mask=exists[:, None])
 
 
-@triton.jit(do_not_specialize=["k_per_token"])
+@triton_kernel(do_not_specialize=["k_per_token"])
 def _factor_gradient(
     source,  # [N, A], or [T, A] if TOKENS; rows source_stride apart
     inner,  # [N, R]

@@ -1,7 +1,6 @@
 """Forward and backward as operators ``veomni_triton_moe::moe_experts_*``, without autograd.
 
-``torch.compile`` doesn't trace into an operator. They are defined through a ``Library`` rather than by ``custom_op``,
-which puts more Python around each call. Nothing is read on the host, so a step can be captured as a CUDA graph.
+Nothing is read on the host, so a step can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from collections.abc import Sequence
 from itertools import chain
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
+from veomni_ops.torch_operators import operator
 from veomni_triton_moe.moe_experts.activation import Activation
 from veomni_triton_moe.moe_experts.adapters import adapter_of
 from veomni_triton_moe.moe_experts.backward import Wanted, backward
@@ -25,8 +25,6 @@ Constants = tuple[float, float, float, float | None, float, bool, bool]
 # functionalization refuses of an operator that writes to an operand.
 _AllGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
-_NAMESPACE = "veomni_triton_moe"
-_LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
 _OPERANDS = (
     "Tensor hidden, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_proj, Tensor down_proj,"
     " Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_a, Tensor? down_a, Tensor? gate_up_b, Tensor? down_b"
@@ -34,15 +32,6 @@ _OPERANDS = (
 _CONSTANTS = (
     "float gate_up_scaling, float down_scaling, float alpha, float? limit, float up_offset, bool interleaved,"
     " bool in_fixed_order"
-)
-_LIBRARY.define(
-    f"moe_experts_forward({_OPERANDS}, {_CONSTANTS})"
-    " -> (Tensor result, Tensor pre, Tensor routing, Tensor gate_up_inner, Tensor down_inner)"
-)
-_LIBRARY.define(
-    f"moe_experts_backward(Tensor dresult, {_OPERANDS}, Tensor? pre, Tensor routing, Tensor gate_up_inner,"
-    f" Tensor down_inner, {_CONSTANTS}, bool[] wanted, Tensor(a!)? gate_up_sum, Tensor(b!)? down_sum)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -194,12 +183,16 @@ def _backward_fake(
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in given)  # type: ignore[return-value]
 
 
-for _name, _implementation, _fake in (
-    ("moe_experts_forward", _forward, _forward_fake),
-    ("moe_experts_backward", _backward, _backward_fake),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    library.register_fake(f"{_NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
-
-moe_experts_forward = torch.ops.veomni_triton_moe.moe_experts_forward.default
-moe_experts_backward = torch.ops.veomni_triton_moe.moe_experts_backward.default
+moe_experts_forward = operator(
+    f"veomni_triton_moe::moe_experts_forward({_OPERANDS}, {_CONSTANTS})"
+    " -> (Tensor result, Tensor pre, Tensor routing, Tensor gate_up_inner, Tensor down_inner)",
+    _forward,
+    _forward_fake,
+)
+moe_experts_backward = operator(
+    f"veomni_triton_moe::moe_experts_backward(Tensor dresult, {_OPERANDS}, Tensor? pre, Tensor routing,"
+    f" Tensor gate_up_inner, Tensor down_inner, {_CONSTANTS}, bool[] wanted, Tensor(a!)? gate_up_sum,"
+    " Tensor(b!)? down_sum) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)

@@ -8,15 +8,13 @@ without atomics, so the order is the same on every run; nothing is read on the h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.sizes import ceil_div, power_of_two
+from veomni_ops.triton_launches import triton_kernel
 
 SMALLEST_BLOCK_M = 16  # rows of a tile; tl.dot takes no fewer
 
@@ -26,54 +24,33 @@ _RANK_BLOCK = 32  # routes that these are compared with at a time: a [_BLOCK, _R
 _TILE_TABLE = 8192  # elements of the [TILES, BINS] table that one program of _list_tiles holds in registers
 
 
-@dataclass(frozen=True)
 class Routing:
-    """The sorted routes: views of one ``int32`` buffer, which is what autograd saves. A view is made once.
+    """The sorted routes: views of one ``int32`` buffer, which is what autograd saves.
 
-    Attributes:
+    Args:
         buffer: ``[routing_size(N, E)]``, the four views below one after the other.
         tokens: ``T``.
         k: Choices per token, ``K``.
         experts: ``E``.
         block_m: Rows of the tiles that are listed.
+
+    Attributes:
+        routes: ``N = T * K``, also the number of rows.
+        route_of_row: ``[N]``: the route of each row; divided by ``K``, its token.
+        row_of_route: ``[N]``: the row of each route, the inverse permutation.
+        offsets: ``[E + 1]``: the first row of each expert's group, then the number of rows in groups (not dropped).
+        tiles: ``[1 + 2 * max_tiles]``: the number of tiles, then the expert of each, then the first row of each.
+        max_tiles: The most tiles of ``block_m`` rows that these routes can need, however they fall on experts.
     """
 
-    buffer: Tensor
-    tokens: int
-    k: int
-    experts: int
-    block_m: int
-
-    @cached_property
-    def routes(self) -> int:
-        """``N = T * K``, also the number of rows."""
-        return self.tokens * self.k
-
-    @cached_property
-    def route_of_row(self) -> Tensor:
-        """``[N]``: the route of each row; divided by ``K``, its token."""
-        return self.buffer[: self.routes]
-
-    @cached_property
-    def row_of_route(self) -> Tensor:
-        """``[N]``: the row of each route, the inverse permutation."""
-        return self.buffer[self.routes : 2 * self.routes]
-
-    @cached_property
-    def offsets(self) -> Tensor:
-        """``[E + 1]``: the first row of each expert's group, then the number of rows in groups (not dropped)."""
-        return self.buffer[2 * self.routes : 2 * self.routes + self.experts + 1]
-
-    @cached_property
-    def tiles(self) -> Tensor:
-        """``[1 + 2 * max_tiles]``: the number of tiles, then the expert of each, then the first row of each."""
-        return self.buffer[2 * self.routes + self.experts + 1 :]
-
-    @cached_property
-    def max_tiles(self) -> int:
-        """The most tiles of ``block_m`` rows that these routes can need, however they are distributed over experts."""
+    def __init__(self, buffer: Tensor, tokens: int, k: int, experts: int, block_m: int) -> None:
+        self.buffer, self.tokens, self.k, self.experts, self.block_m = buffer, tokens, k, experts, block_m
+        self.routes = routes = tokens * k
+        # At once: four slices take twice as long.
+        sizes = (routes, routes, experts + 1, len(buffer) - 2 * routes - experts - 1)
+        self.route_of_row, self.row_of_route, self.offsets, self.tiles = buffer.split(sizes)
         # The number itself is on the device only. Each group that isn't empty has at most one tile that isn't full.
-        return self.routes // self.block_m + min(self.experts, self.routes)
+        self.max_tiles = routes // block_m + min(experts, routes)
 
 
 def routing_size(routes: int, experts: int) -> int:
@@ -127,7 +104,7 @@ def _load_expert(index, route, routes, experts):
     return tl.where((expert >= 0) & (expert < experts), expert, experts).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["routes", "experts", "blocks"])
+@triton_kernel(do_not_specialize=["routes", "experts", "blocks"])
 def _count(
     index,  # [N], top_k_index flattened
     counts,  # [BINS, blocks], written
@@ -147,7 +124,7 @@ def _count(
     tl.store(counts + tl.arange(0, BINS).to(tl.int64) * blocks + block, tl.histogram(expert, BINS))
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton_kernel(do_not_specialize=["blocks"])
 def _scan(
     counts,  # [BINS, blocks], read and overwritten
     totals,  # [BINS], written
@@ -171,7 +148,7 @@ def _scan(
     tl.store(totals + expert, before)
 
 
-@triton.jit(do_not_specialize=["max_tiles", "experts"])
+@triton_kernel(do_not_specialize=["max_tiles", "experts"])
 def _list_tiles(
     totals,  # [BINS]
     offsets,  # [E + 1], written
@@ -202,7 +179,7 @@ def _list_tiles(
     tl.store(tiles + 1 + max_tiles + tile, tl.sum(tl.where(owns, row, 0), axis=1), mask=tile < max_tiles)
 
 
-@triton.jit(do_not_specialize=["routes", "experts", "blocks"])
+@triton_kernel(do_not_specialize=["routes", "experts", "blocks"])
 def _place(
     index,  # [N], top_k_index flattened
     counts,  # [BINS, blocks], prefix sums by now

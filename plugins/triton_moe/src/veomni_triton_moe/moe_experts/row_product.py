@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.sizes import ceil_div
 from veomni_ops.triton_descriptors import described, described_rows
 from veomni_ops.triton_gpus import multiprocessors
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton_moe.moe_experts.adapters import Outer, add_outer, outer_arguments
 from veomni_triton_moe.moe_experts.launch import Launch
 from veomni_triton_moe.moe_experts.routing import Routing
@@ -49,6 +49,7 @@ def row_product(
     result = rows.new_empty(routing.routes, columns)
     k_contiguous = matrices.stride(1) == 1
     source, weight, target = rows, matrices, result
+    inner = factors = None
     if use_descriptors:
         m, n, k = launch.block_m, launch.block_n, launch.block_k
         # Only stores must stop at the group's end. Rows that a load takes from the next group are not stored.
@@ -57,11 +58,11 @@ def row_product(
         source = rows if tokens_of_rows else described(rows, (m, k))
         # TMA needs the last dimension contiguous: a matrix that lies the other way is loaded transposed.
         weight = described(matrices.mT, (1, n, k)) if k_contiguous else described(matrices, (1, k, n))
-    adapter = outer_arguments(outer)
-    if use_descriptors and outer is not None:
-        # Like source and weight, since the kernel's loop goes on over them.
-        adapter["inner"] = outer.inner if tokens_of_rows else described(outer.inner, (m, k))
-        adapter["factors"] = described(outer.lines(k_contiguous), (1, n, k) if k_contiguous else (1, k, n))
+        if outer is not None:
+            # Like source and weight, since the kernel's loop goes on over them.
+            inner = None if tokens_of_rows else described(outer.inner, (m, k))
+            factors = described(outer.lines(k_contiguous), (1, n, k) if k_contiguous else (1, k, n))
+    adapter, rank = outer_arguments(outer, inner, factors)
     # An upper bound, since the number of tiles is on the device. A program takes every num_programs-th tile, so a
     # few programs per multiprocessor are enough, and one that finds no tile ends.
     tiles = routing.max_tiles * ceil_div(columns, launch.block_n)
@@ -78,6 +79,7 @@ def row_product(
         columns,
         width,
         *matrices.stride(),
+        *adapter,
         K_CONTIGUOUS=k_contiguous,
         DESCRIBED=use_descriptors,
         EVEN_K=width % launch.block_k == 0,
@@ -85,9 +87,9 @@ def row_product(
         BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k,
         GROUP_M=launch.group_m,
+        RANK=rank,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        **adapter,
     )
     return result
 
@@ -95,7 +97,7 @@ def row_product(
 # N rows, one per route and sorted by expert; E experts; matrices [A, B]. A is the reduced dimension, indexed by k.
 # max_tiles depends on the batch: if it were specialised, batches would recompile the kernel. A, B and the strides are
 # the model's; specialised on divisibility by 16, they let Triton vectorise the loads.
-@triton.jit(do_not_specialize=["max_tiles", "k_per_token"])
+@triton_kernel(do_not_specialize=["max_tiles", "k_per_token"])
 def _row_product(
     source,  # [N, A], or a descriptor of it with blocks [BLOCK_M, BLOCK_K]; [T, A] with route_of_row
     weight,  # [E, A, B], or a descriptor with blocks [1, BLOCK_K, BLOCK_N], or [1, BLOCK_N, BLOCK_K] if K_CONTIGUOUS
@@ -111,6 +113,12 @@ def _row_product(
     expert_stride,  # of weight, as the next two
     k_stride,
     n_stride,
+    inner,  # [N, R], or None without an adapter
+    inner_stride,
+    factors,  # [E, RANK, B] or None
+    factors_expert_stride,  # of factors, as the next two
+    factors_rank_stride,
+    factors_n_stride,
     K_CONTIGUOUS: tl.constexpr,  # whether k_stride is 1
     DESCRIBED: tl.constexpr,
     EVEN_K: tl.constexpr,  # whether BLOCK_K divides A
@@ -118,12 +126,6 @@ def _row_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    inner,  # [N, R], or None without an adapter
-    inner_stride,
-    factors,  # [E, RANK, B] or None
-    factors_expert_stride,  # of factors, as the next two
-    factors_rank_stride,
-    factors_n_stride,
     RANK: tl.constexpr,  # 0 without an adapter
 ):
     m_tiles = tl.load(tiles)

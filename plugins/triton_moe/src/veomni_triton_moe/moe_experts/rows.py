@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.sizes import ceil_div, power_of_two
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton_moe.moe_experts.routing import Routing
 
 _WIDEST = 2048  # columns per program: 16 values for each thread of 4 warps; narrower rows are one block
@@ -56,7 +56,7 @@ def combine_rows(rows: Tensor, routing: Routing, result: Tensor, weights: Tensor
 # of one token. Offsets of tokens and rows are int64, since N * H can exceed 2**31.
 
 
-@triton.jit
+@triton_kernel
 def _spread(
     hidden,  # [T, H], rows `stride` apart
     rows,  # [N, H], contiguous, written
@@ -75,7 +75,7 @@ def _spread(
         tl.store(rows + row * width + column, value, mask=column < width)
 
 
-@triton.jit(do_not_specialize=["experts"])
+@triton_kernel(do_not_specialize=["experts"])
 def _combine(
     rows,  # [N, H], contiguous
     weights,  # [T, K] or None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.sizes import ceil_div
 from veomni_ops.triton_descriptors import described, described_rows
 from veomni_ops.triton_gpus import multiprocessors
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton_moe.moe_experts.launch import Launch
 from veomni_triton_moe.moe_experts.routing import Routing
 from veomni_triton_moe.moe_experts.tiles import halves, load_group, tile_position
@@ -82,7 +82,7 @@ def bias_gradient(rows: Tensor, routing: Routing, weights: Tensor | None = None)
 # T tokens, K choices per token, N = T * K rows, sorted by expert; E experts. left and right have A and B columns. The
 # rows of a group are the reduced dimension, BLOCK_K at a time; their number differs by expert and is known only on the
 # device. One program reduces a tile over all rows of its group: no split along the rows, and so no atomics.
-@triton.jit(do_not_specialize=["experts"])
+@triton_kernel(do_not_specialize=["experts"])
 def _weight_gradient(
     left,  # [N, A], or a ragged descriptor of it with blocks [BLOCK_K, BLOCK_M]
     right,  # [N, B], or a ragged descriptor of it with blocks [BLOCK_K, BLOCK_N]
@@ -139,7 +139,7 @@ def _weight_gradient(
             tl.store(target + at, product.to(target.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton_kernel
 def _bias_gradient(
     rows,  # [N, A]
     weights,  # [T, K] or None

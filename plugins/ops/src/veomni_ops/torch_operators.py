@@ -1,0 +1,75 @@
+"""Operators of PyTorch for kernels: ``torch.compile`` doesn't trace into one. An eager call goes around the dispatcher.
+
+That takes 10 microseconds of a call among others, a twelfth of both passes of rms_norm; 20 with a list of 48 tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, library, nn
+
+_PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
+# By a schema's types, what the dispatcher hands on as it is. An int for a float, say, it converts.
+_AS_IT_IS = {"Tensor": _PLAIN, "List[Tensor]": (list, tuple), "List[bool]": (list,)}
+_AS_IT_IS |= {each.__name__: (each,) for each in (bool, float, int, str)}
+_LIBRARIES: list[library.Library] = []  # An operator lasts as long as its library.
+
+
+def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Define an operator without autograd, through a ``Library``: ``custom_op`` puts more Python around each call.
+
+    Args:
+        schema: ``namespace::name(arguments) -> results``.
+        function: computes it.
+        fake: makes tensors like its results, without computing.
+
+    Returns:
+        Calls the operator; or ``function`` itself, where plain tensors come and nothing traces or profiles operators.
+
+    Example:
+        >>> doubled = operator("an_example::doubled(Tensor x) -> Tensor", lambda x: 2 * x, torch.empty_like)
+        >>> doubled(torch.ones(2)), torch.ops.an_example.doubled(torch.ones(2))
+        (tensor([2., 2.]), tensor([2., 2.]))
+    """
+    namespace, _, rest = schema.partition("::")
+    operators = library.Library(namespace, "FRAGMENT")
+    _LIBRARIES.append(operators)
+    name = operators.define(rest)
+    operators.impl(name, function, "CompositeExplicitAutograd")
+    library.register_fake(f"{namespace}::{name}", fake, lib=operators)
+    overload = getattr(getattr(torch.ops, namespace), name).default
+    expected = [_types(str(argument.type)) for argument in overload._schema.arguments]
+    lists = [place for place, types in enumerate(expected) if tuple in types]
+    first = next(place for place, types in enumerate(expected) if tuple in types or types == _PLAIN)
+    accepted: set[tuple[type, ...]] = set()
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or _is_watched():
+            return overload(*args)
+        found = tuple(map(type, args))
+        if found not in accepted:
+            if not all(each in types for each, types in zip(found, expected, strict=True)):
+                return overload(*args)
+            accepted.add(found)
+        for place in lists:
+            if not {*map(type, args[place])}.issubset(_PLAIN):
+                return overload(*args)
+        tensor = args[first][0] if first in lists else args[first]
+        return overload(*args) if tensor.is_meta else function(*args)
+
+    return call
+
+
+def _is_watched() -> bool:
+    """Whether a mode, a trace or a profiler is to see the operator."""
+    is_profiled = torch._C._autograd._profiler_enabled()
+    return bool(is_profiled or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state())
+
+
+def _types(name: str) -> tuple[type, ...]:
+    if name.startswith("Optional["):
+        return *_types(name[len("Optional[") : -1]), type(None)
+    return _AS_IT_IS.get(name, ())

@@ -1,0 +1,105 @@
+"""An operator's function is called as it is where nothing watches, and otherwise through PyTorch's dispatcher."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from veomni_ops.torch_operators import operator
+
+calls = []
+
+
+def _scaled(x, by, others=(), names=""):
+    calls.append((type(by), sys._getframe(1).f_code.co_name == "call"))
+    return x * by + sum(others)
+
+
+scaled = operator(
+    "veomni_ops_tests::scaled(Tensor x, float by, Tensor[] others, str? names) -> Tensor", _scaled, _scaled
+)
+
+
+class Wrapped(torch.Tensor):
+    """A subclass whose operators see what it wraps."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape)
+        wrapped.inner = inner
+        return wrapped
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*tree_map(lambda x: x.inner if isinstance(x, Wrapped) else x, args), **(kwargs or {}))
+
+
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def called(*args):
+    """The type that the function got, and whether the call came to it directly."""
+    calls.clear()
+    found = scaled(*args)
+    return found, calls[-1]
+
+
+X = torch.arange(3.0)
+
+
+@pytest.mark.parametrize("others", [[], [X], (X, nn.Parameter(X))], ids=["none", "list", "tuple"])
+def test_plain_tensors_come_directly(others):
+    for x in (X, nn.Parameter(X)):
+        found, how = called(x, 2.0, others, "name")
+        assert torch.equal(found, X * (2 + len(others))) and how == (float, True)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(X, 2, [], None), (Wrapped(X), 2.0, [], None), (X, 2.0, [X, Wrapped(torch.zeros(3))], None)],
+    ids=["an int for a float", "a subclass", "a subclass in a list"],
+)
+def test_what_the_dispatcher_changes_goes_through_it(args):
+    found, how = called(*args)
+    assert torch.equal(found, X * (2 + bool(args[2]))) and how == (float, False)
+
+
+def test_modes_and_profilers_see_operators():
+    with Watch():
+        assert called(X, 2.0, [], None)[1] == (float, False)
+    with torch.profiler.profile() as profile:
+        scaled(X, 2.0, [], None)
+    assert "veomni_ops_tests::scaled" in {event.key for event in profile.key_averages()}
+    assert called(X, 2.0, [], None)[1] == (float, True)
+
+
+def test_traces_have_the_operator():
+    graph = make_fx(lambda x: scaled(x, 2.0, [], None))(X).graph
+    assert any(node.target is torch.ops.veomni_ops_tests.scaled.default for node in graph.nodes)
+    traced = torch.jit.trace(lambda x: scaled(x, 2.0, [x], "name"), X)
+    assert "veomni_ops_tests::scaled" in str(traced.graph)
+
+
+def test_compiled_calls_have_the_operator():
+    graphs = []
+
+    def backend(module, _):
+        graphs.append(module.graph)
+        return module
+
+    found = torch.compile(lambda x: scaled(x, 2.0, [x], None), fullgraph=True, backend=backend)(X)
+    assert torch.equal(found, 3 * X)
+    assert any(node.target is torch.ops.veomni_ops_tests.scaled.default for node in graphs[0].nodes)
+
+
+def test_a_meta_tensor_gets_fake_results():
+    found, how = called(torch.zeros(3, device="meta"), 2.0, [], None)
+    assert found.is_meta and how == (float, False)
