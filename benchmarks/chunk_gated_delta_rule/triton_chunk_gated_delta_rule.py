@@ -1,4 +1,4 @@
-"""The gated delta rule's Triton kernels on a GPU against fla, plain PyTorch and transformers, in bf16, in one process.
+"""The gated delta rule's Triton kernels on a GPU against fla, FlashQLA and others, in bf16, in one process.
 
     python benchmarks/chunk_gated_delta_rule/triton_chunk_gated_delta_rule.py --name triton_chunk_gated_delta_rule_h200
 
@@ -34,6 +34,7 @@ from benchmarks.shared.gpu_kernels import kernel_times
 from benchmarks.shared.measuring import captured, timing, training_step
 from benchmarks.shared.memory import peak_mib_of_step, saved_mib
 from benchmarks.shared.results import machine, write_results
+from veomni_fla import chunk_gated_delta_rule as adapters
 from veomni_ops.chunk_gated_delta_rule import standard as recurrence
 from veomni_torch import chunk_gated_delta_rule as plain
 from veomni_triton import chunk_gated_delta_rule as ours
@@ -91,10 +92,12 @@ def drawn(shape: Shape) -> tuple[list[Tensor], dict[str, Any], Tensor]:
 
 def contenders() -> dict[str, Rule]:
     found: dict[str, Rule] = {"ours": ours.standard, "chunked_delta": plain.standard}
-    try:
-        found["fla"] = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    except ImportError as error:
-        print(f"fla is left out: {error}")
+    for name in ("fla", "fla_tilelang", "flash_qla"):
+        try:
+            # As a model binds them. fla's own call would run FlashQLA's kernels where both are installed.
+            found[name] = getattr(adapters, name)()
+        except ImportError as error:
+            print(f"{name} is left out: {error}")
     modeling = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     own = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
 

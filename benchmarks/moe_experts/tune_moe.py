@@ -43,9 +43,10 @@ CANDIDATES = {
         *(Launch(64, 128, 64, group, 4, stages) for group in GROUPS for stages in (3, 4)),
     ],
     "weights": [
-        *(Launch(128, 256, 64, group, 8, 3) for group in (*GROUPS, 64)),
-        *(Launch(128, 256, 32, group, 8, stages) for group in GROUPS for stages in (3, 5)),
-        *(Launch(128, 128, 64, group, warps, 3) for group in GROUPS for warps in (4, 8)),
+        *(Launch(128, 256, 64, group, 8, 3) for group in GROUPS),
+        *(Launch(128, 256, 32, group, 8, 5, halved_store=halved) for group in GROUPS for halved in (False, True)),
+        *(Launch(128, 128, 32, group, 4, s, p, True) for group in GROUPS for s, p in ((3, 3), (5, 2), (6, 2))),
+        *(Launch(64, 128, 32, group, 4, 3, 5, True) for group in GROUPS),
     ],
 }
 TINY = Shape(tokens=64, hidden=512, intermediate=256, experts=4, k=2)

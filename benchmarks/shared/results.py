@@ -20,6 +20,8 @@ _VERSIONS = (
     "triton",
     "liger-kernel",
     "fla-core",
+    "flash-qla",
+    "tilelang",
     "flash-attn",
     "flash-attn-3",
     "flash-attn-4",

@@ -123,6 +123,7 @@ _STEP = ("ms (least to most)",)
 _SHAPE, _CASE = ("kernel and shape",), ("case",)
 _BESIDE = ("time", "of transformers' time -> of their time", "of transformers' memory -> of their memory")
 _LIGER, _QUACK, _FLA = ("liger-kernel",), ("quack-kernels",), ("fla-core",)
+_QLA = ("flash-qla", "tilelang")
 _FLASH = ("flash-attn-3", "flash-attn-4")
 TABLES: dict[str, dict[str, Table]] = {
     "attention": {
@@ -161,7 +162,13 @@ TABLES: dict[str, dict[str, Table]] = {
         ),
     },
     "chunk_gated_delta_rule": {
-        "gpu": _crossed("triton_chunk_gated_delta_rule", f"{_CALLED} -> ms"),
+        "gpu": Table(
+            {**_gpus("triton_chunk_gated_delta_rule"), "H200, FlashQLA": ("chunk_gated_delta_rule_flash_qla_h200",)},
+            ("shape",),
+            (f"{_CALLED} -> ms",),
+            libraries=_QLA,
+            across="kernel",
+        ),
         "cpu": Table({"": ("chunk_gated_delta_rule", "kda")}, _SHAPE, _BESIDE, "^chunked"),
     },
     "core": {

@@ -64,10 +64,13 @@ def _first_columns(query, key, value, g, beta, scale, initial_state, *options):
 
 
 def _of_tilelang(library):
-    """Raises for memory at an odd address, as TileLang's kernels do."""
+    """Raises for memory at an odd address, and for one head with an odd stride, as TileLang's kernels do."""
 
     def check(x):
-        assert x is None or x.contiguous().data_ptr() % 16 == 0, "misaligned address"
+        if x is not None:
+            x = x.contiguous()
+            assert x.data_ptr() % 16 == 0, "misaligned address"
+            assert x.stride()[1:] == torch.empty(x.shape, device="meta").stride()[1:], "strides violate the ABI"
 
     def call(*tensors, initial_state, **options):
         for each in (*tensors, initial_state):

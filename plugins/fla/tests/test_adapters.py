@@ -89,6 +89,22 @@ def test_gradients_that_begin_at_an_odd_address_are_copied():
     assert q.grad.abs().sum() > 0
 
 
+def _of_odd_stride(x):
+    """``x`` of one head with a stride of its own, which PyTorch calls contiguous all the same."""
+    return x.as_strided(x.shape, (*x.stride()[:2], 3, *x.stride()[3:]))
+
+
+@pytest.mark.parametrize("kernel", ["fla_tilelang", "flash_qla"])
+def test_a_single_head_may_have_any_stride(kernel):
+    q, g = (_of_odd_stride(torch.randn(1, 5, 1, *width)) for width in ((128,), ()))
+    q = q.bfloat16() * (torch.arange(128) < 8)
+    q, g, beta = (_of_odd_stride(x).requires_grad_() for x in (q, -g.abs(), g.sigmoid()))
+    assert q.is_contiguous() and g.stride() == (5, 1, 3)
+    output, _ = getattr(plain_libraries, kernel)()(q, q, q, g, beta, use_qk_l2norm_in_kernel=True)
+    output.backward(_of_odd_stride(torch.ones_like(output)))
+    assert all(x.grad.abs().sum() > 0 for x in (q, g, beta))
+
+
 @pytest.mark.parametrize("key_heads, value_heads", [(1, 3), (3, 3), (3, 9), (5, 5)])
 def test_flash_qla_gets_heads_of_zeros_to_an_even_number(key_heads, value_heads):
     def drawn(*shape):

@@ -29,10 +29,11 @@ def even(width: int) -> int:
 
 
 def of_aligned_memory(library: Call) -> Call:
-    """``library`` for tensors that begin at any address.
+    """``library`` for tensors that begin at any address, with any strides.
 
     TileLang's kernels (0.1.15) load up to 16 bytes at a time, and raise or crash if a tensor begins at no multiple of
-    16. Such an input, or gradient of a result, is copied.
+    16. Such an input, or gradient of a result, is copied. They also raise if a single head has another stride than one
+    of many would have, which ``contiguous`` leaves as it is.
 
     Args:
         library: as :func:`adapted` calls it.
@@ -49,6 +50,8 @@ def of_aligned_memory(library: Call) -> Call:
 
 
 def _aligned(x: Tensor | None) -> Tensor | None:
+    if x is not None and 1 in x.shape[1:]:
+        x = x.flatten().view(x.shape)
     return x if x is None or begins_aligned(x) else x.clone()
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import triton
 from triton import knobs
-from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver, jit
 
 # The key and the launcher in C are Triton's internals: another Triton's own path is taken.
@@ -111,7 +110,8 @@ class _Launcher:
         used = self.kernel.used_global_vals
         self._globals = [(scope, name, scope.get(name)) for (name, _), (_, scope) in used.items()]
         launch, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-        if type(launch) is CudaLauncher and not (launch.global_scratch_size or launch.profile_scratch_size):
+        is_cuda = type(launch).__name__ == "CudaLauncher"  # by name: not every Triton has NVIDIA's backend
+        if is_cuda and not (launch.global_scratch_size or launch.profile_scratch_size):
             flags = launch.launch_cooperative_grid, launch.launch_pdl
             return compiled, launch.launch, (function, *flags, None, None, metadata, None, None, None), after
         return compiled, launch, (function, metadata, None, None, None), after

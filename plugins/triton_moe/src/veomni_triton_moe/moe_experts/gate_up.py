@@ -67,9 +67,9 @@ def gate_up_product(
         if outer is not None:
             factors = _described_weight(outer.lines(True), activation.interleaved, launch)
     adapter, rank = outer_arguments(outer, factors=factors)
-    # An upper bound, since the number of tiles is on the device; one program per multiprocessor goes through them.
+    # An upper bound, since the number of tiles is on the device; a few programs per multiprocessor go through them.
     tiles = routing.max_tiles * ceil_div(intermediate, launch.block_n)
-    _gate_up[(min(multiprocessors(hidden.device), tiles),)](
+    _gate_up[(min(multiprocessors(hidden.device) * launch.programs, tiles),)](
         hidden,
         *operands,
         bias,

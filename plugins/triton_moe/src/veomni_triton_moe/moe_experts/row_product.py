@@ -64,9 +64,9 @@ def row_product(
             factors = described(outer.lines(k_contiguous), (1, n, k) if k_contiguous else (1, k, n))
     adapter, rank = outer_arguments(outer, inner, factors)
     # An upper bound, since the number of tiles is on the device. A program takes every num_programs-th tile, so a
-    # program per multiprocessor is enough, and one that finds no tile ends.
+    # few programs per multiprocessor are enough, and one that finds no tile ends.
     tiles = routing.max_tiles * ceil_div(columns, launch.block_n)
-    _row_product[(min(multiprocessors(rows.device), tiles),)](
+    _row_product[(min(multiprocessors(rows.device) * launch.programs, tiles),)](
         source,
         weight,
         bias,

@@ -11,10 +11,7 @@ from veomni_ops.triton_gpus import multiprocessors
 from veomni_ops.triton_launches import triton_kernel
 from veomni_triton_moe.moe_experts.launch import Launch
 from veomni_triton_moe.moe_experts.routing import Routing
-from veomni_triton_moe.moe_experts.tiles import (
-    load_group,
-    tile_position,
-)
+from veomni_triton_moe.moe_experts.tiles import halves, load_group, tile_position
 
 
 def weight_gradient(
@@ -42,9 +39,9 @@ def weight_gradient(
         a, b = described_rows(left, (k, m)), described_rows(right, (k, n))
         # When accumulating, loads and stores go through pointers: a TMA load of the output tile would need a third
         # shared-memory buffer.
-        target = described(result, (1, m, n)) if into is None else result
+        target = described(result, (1, m, n // 2 if launch.halved_store else n)) if into is None else result
     tiles = routing.experts * ceil_div(height, m) * ceil_div(width, n)
-    _weight_gradient[(min(multiprocessors(left.device), tiles),)](
+    _weight_gradient[(min(multiprocessors(left.device) * launch.programs, tiles),)](
         a,
         b,
         target,
@@ -54,6 +51,7 @@ def weight_gradient(
         width,
         DESCRIBED=use_descriptors,
         ADD=into is not None,
+        HALVED=launch.halved_store,
         BLOCK_M=m,
         BLOCK_N=n,
         BLOCK_K=k,
@@ -88,13 +86,14 @@ def bias_gradient(rows: Tensor, routing: Routing, weights: Tensor | None = None)
 def _weight_gradient(
     left,  # [N, A], or a ragged descriptor of it with blocks [BLOCK_K, BLOCK_M]
     right,  # [N, B], or a ragged descriptor of it with blocks [BLOCK_K, BLOCK_N]
-    target,  # [E, A, B], written; a descriptor with blocks [1, BLOCK_M, BLOCK_N] if DESCRIBED and not ADD
+    target,  # [E, A, B], written; if DESCRIBED and not ADD a descriptor: blocks [1, BLOCK_M, BLOCK_N], half if HALVED
     offsets,  # [E + 1]
     experts,  # E
     height,  # A
     width,  # B
     DESCRIBED: tl.constexpr,
     ADD: tl.constexpr,
+    HALVED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -120,9 +119,14 @@ def _weight_gradient(
             product = tl.dot(a.T, b, product, input_precision="ieee")
         if DESCRIBED and not ADD:
             # No mask: the descriptor is bounded by [E, A, B], and a tile lies within one expert.
-            target.store(
-                [expert, m * BLOCK_M, n * BLOCK_N], tl.reshape(product.to(target.dtype), (1, BLOCK_M, BLOCK_N))
-            )
+            line, column, value = m * BLOCK_M, n * BLOCK_N, product.to(target.dtype)
+            if HALVED:
+                left_half, right_half = halves(value, BLOCK_M, BLOCK_N)  # [BLOCK_M, BLOCK_N // 2]
+                target.store([expert, line, column], tl.reshape(left_half, (1, BLOCK_M, BLOCK_N // 2)))
+                column += BLOCK_N // 2
+                target.store([expert, line, column], tl.reshape(right_half, (1, BLOCK_M, BLOCK_N // 2)))
+            else:
+                target.store([expert, line, column], tl.reshape(value, (1, BLOCK_M, BLOCK_N)))
         else:
             line = m * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
             column = n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
