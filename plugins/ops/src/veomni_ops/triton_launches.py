@@ -51,11 +51,8 @@ class _Launcher:
         self._backend: Any = None
         self._found: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
-        self._flags = (
-            [param.is_const for param in params],
-            [not param.do_not_specialize for param in params],
-            [not param.do_not_specialize_on_alignment for param in params],
-        )
+        of_each = [(p.is_const, not p.do_not_specialize, not p.do_not_specialize_on_alignment) for p in params]
+        self._flags = tuple(zip(*of_each, strict=True))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
