@@ -70,10 +70,6 @@ class NarrowLaunch:
     num_stages: int
 
 
-# A tile of a weight's gradient reduces only the rows of its expert, so that its store is a large part of its time. With
-# 128 rows per expert, one program per multiprocessor and tiles of 128 x 256 used 28 % of the tensor cores and 44 % of
-# the memory's speed. This launch takes 0.84 of that time, with 320 rows 0.90, and with 1024 rows 0.92 (H200).
-_WEIGHTS = Launch(128, 128, 32, 4, 4, 3, programs=3, halved_store=True)
 # Launch(block_m, block_n, block_k, group_m, num_warps, num_stages). gate_up has half the block_n of down, because its
 # accumulator is [block_m, 2 * block_n]: gate and up side by side.
 _FULL_TILES = Launches(
@@ -81,9 +77,15 @@ _FULL_TILES = Launches(
     down=Launch(128, 256, 64, 8, 8, 3),
     dactivation=Launch(128, 256, 64, 16, 8, 3),
     dhidden=Launch(128, 256, 64, 4, 8, 3),
-    ddown=_WEIGHTS,
-    dgate_up=_WEIGHTS,
+    ddown=Launch(128, 256, 32, 8, 8, 5),
+    dgate_up=Launch(128, 256, 64, 4, 8, 3),
 )
+# A tile of a weight's gradient reduces only the rows of its expert; where these are few, its store is a large part of its
+# time. At 128 rows, one program per multiprocessor with tiles of 128 x 256 used 28 % of the tensor cores and 44 % of the
+# memory's speed. With this launch a whole step takes 0.94 of its time at 128 rows, 0.97 at 320, and 1.01 at 1024 (H200).
+_SHORT_SUMS = Launch(128, 128, 32, 4, 4, 3, programs=3, halved_store=True)
+_SHORT = 512  # rows per expert on average; nothing between 320 and 1024 was measured
+_FULL_TILES_OF_SHORT_SUMS = replace(_FULL_TILES, ddown=_SHORT_SUMS, dgate_up=_SHORT_SUMS)
 # From here on one expert's gate_up_proj alone takes half of an H200's L2 cache: bands of 16 tile rows instead of 4 read
 # it from memory fewer times.
 _LARGE_EXPERT = 2**24  # values in gate_up_proj[e]
@@ -96,8 +98,8 @@ _HALF_TILES = Launches(
     down=Launch(64, 256, 64, 16, 4, 4),
     dactivation=Launch(64, 256, 64, 16, 4, 4),
     dhidden=Launch(64, 256, 64, 16, 4, 4),
-    ddown=_WEIGHTS,
-    dgate_up=_WEIGHTS,
+    ddown=_SHORT_SUMS,
+    dgate_up=_SHORT_SUMS,
 )
 
 
@@ -131,7 +133,9 @@ def launches(dtype: torch.dtype, rows_per_expert: int, gate_up_size: int, descri
         return _POINTERS_HALF_TILES if few_rows else _POINTERS
     if few_rows:
         return _HALF_TILES
-    return _FULL_TILES_OF_LARGE_EXPERTS if gate_up_size >= _LARGE_EXPERT else _FULL_TILES
+    if gate_up_size >= _LARGE_EXPERT:
+        return _FULL_TILES_OF_LARGE_EXPERTS
+    return _FULL_TILES_OF_SHORT_SUMS if rows_per_expert <= _SHORT else _FULL_TILES
 
 
 def inner_launch(dtype: torch.dtype) -> NarrowLaunch:
