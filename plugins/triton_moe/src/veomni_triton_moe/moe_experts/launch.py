@@ -80,9 +80,9 @@ _FULL_TILES = Launches(
     ddown=Launch(128, 256, 32, 8, 8, 5),
     dgate_up=Launch(128, 256, 64, 4, 8, 3),
 )
-# A tile of a weight's gradient reduces only the rows of its expert; where these are few, its store is a large part of its
-# time. At 128 rows, one program per multiprocessor with tiles of 128 x 256 used 28 % of the tensor cores and 44 % of the
-# memory's speed. With this launch a whole step takes 0.94 of its time at 128 rows, 0.97 at 320, and 1.01 at 1024 (H200).
+# A tile of a weight's gradient reduces only its expert's rows; where these are few, its store takes much of its time.
+# At 128 rows, one program per multiprocessor with tiles of 128 x 256 used 28 % of the tensor cores and 44 % of the
+# memory's speed. By this launch a step takes 0.94 of its time at 128 rows, 0.97 at 320, and 1.01 at 1024 (H200).
 _SHORT_SUMS = Launch(128, 128, 32, 4, 4, 3, programs=3, halved_store=True)
 _SHORT = 512  # rows per expert on average; nothing between 320 and 1024 was measured
 _FULL_TILES_OF_SHORT_SUMS = replace(_FULL_TILES, ddown=_SHORT_SUMS, dgate_up=_SHORT_SUMS)
