@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.shared.gpu_kernels import IDLE
 from benchmarks.shared.results import table, write_results
+from benchmarks.whole_models.arithmetic import mfu
 from benchmarks.whole_models.contenders import THEIRS
 from benchmarks.whole_models.kernel_kinds import KINDS, OTHER
 
@@ -20,6 +21,7 @@ COLUMNS = (
     "speed",
     "memory",
     "largest loss difference",
+    "ms (least to most), MFU",
 )
 
 
@@ -49,10 +51,12 @@ def rows(data: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             if batch not in found.get("batches", {}):
                 continue
             this = found["batches"][batch]
+            took = f"{this['ms']:.0f} ({this['low ms']:.0f} to {this['high ms']:.0f})"
+            share = mfu(data["model"], batch, this["ms"], data["machine"].get("gpu", ""))
             yield (
                 batch,
                 name,
-                f"{this['ms']:.0f} ({this['low ms']:.0f} to {this['high ms']:.0f})",
+                took,
                 f"{this['tokens/s']:,.0f}",
                 "-" if this["peak GB"] is None else f"{this['peak GB']:.1f}",
                 f"{theirs['ms'] / this['ms']:.2f}x" if theirs else "-",
@@ -60,6 +64,7 @@ def rows(data: dict[str, Any]) -> Iterator[tuple[str, ...]]:
                 f"{largest_difference(found['losses'], baseline['losses']):.2g}"
                 if "losses" in found and "losses" in baseline
                 else "-",
+                took if share is None else f"{took}, {share:.0%}",
             )
 
 

@@ -119,7 +119,7 @@ def _crossed(name: str, column: str, only: str = "", libraries: tuple[str, ...] 
 
 
 _GRAPH, _CALLED = "as a CUDA graph, ms", "forward+backward ms (20 to 80 %)"
-_STEP = ("ms (least to most)",)
+_STEP, _MFU = ("ms (least to most)",), ("ms (least to most), MFU",)
 _SHAPE, _CASE = ("kernel and shape",), ("case",)
 _BESIDE = ("time", "of transformers' time -> of their time", "of transformers' memory -> of their memory")
 _LIGER, _QUACK, _FLA = ("liger-kernel",), ("quack-kernels",), ("fla-core",)
@@ -322,9 +322,9 @@ TABLES: dict[str, dict[str, Table]] = {
         "cpu": Table("token_logprobs", _SHAPE, ("time", "of TRL's time -> of TRL's", "peak memory")),
     },
     "train_steps": {
-        "llama": _crossed("train_step_llama_1b", *_STEP, "^(?!.*(attention|gpu))", (*_LIGER, *_FLASH), "batch"),
+        "llama": _crossed("train_step_llama_1b", *_MFU, "^(?!.*(attention|gpu))", (*_LIGER, *_FLASH), "batch"),
         "qwen3-moe": _crossed(
-            "train_step_qwen3_moe", *_STEP, "^(?!.*(attention|gpu))", (*_LIGER, *_QUACK, *_FLASH), "batch"
+            "train_step_qwen3_moe", *_MFU, "^(?!.*(attention|gpu))", (*_LIGER, *_QUACK, *_FLASH), "batch"
         ),
         "qwen3-0.6b": Table(
             {
@@ -333,7 +333,7 @@ TABLES: dict[str, dict[str, Table]] = {
                 "H100": ("train_step_qwen3_0_6b_h100", "train_step_qwen3_0_6b_graph_h100"),
             },
             (),
-            _STEP,
+            _MFU,
             "^(?!.*chunk_loss)",
             libraries=(*_LIGER, "flash-attn-4"),
             across="kernels",
@@ -344,7 +344,7 @@ TABLES: dict[str, dict[str, Table]] = {
                 "Qwen3-MoE": ("train_step_qwen3_moe_same_bits_h200",),
             },
             ("batch",),
-            _STEP,
+            _MFU,
             libraries=_LIGER,
             across="kernels",
         ),
@@ -358,7 +358,7 @@ TABLES: dict[str, dict[str, Table]] = {
                 "Falcon-H1, H100": ("train_step_falcon_h1_h100",),
             },
             ("batch",),
-            _STEP,
+            _MFU,
             libraries=_FLA,
             across="kernels",
         ),
@@ -369,7 +369,7 @@ TABLES: dict[str, dict[str, Table]] = {
                 "Qwen2-VL": ("train_step_qwen2_vl_h200",),
             },
             (),
-            _STEP,
+            _MFU,
             libraries=_LIGER,
             across="kernels",
         ),
@@ -385,7 +385,7 @@ TABLES: dict[str, dict[str, Table]] = {
                 )
             },
             (),
-            _STEP,
+            _MFU,
             libraries=_LIGER,
             across="kernels",
         ),
