@@ -204,7 +204,7 @@ def test_the_launcher_in_c_gets_what_tritons_own_gives_it(scratch, launches, mon
 
 @compiling
 def test_another_triton_takes_its_own_path(monkeypatch):
-    monkeypatch.setattr(triton_launches, "IS_KNOWN", False)
+    monkeypatch.setattr(triton_launches, "_is_known", lambda _: False)
     assert type(made()) is jit.JITFunction
 
 

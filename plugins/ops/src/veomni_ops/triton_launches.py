@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import triton
-from triton import knobs
-from triton.runtime import driver, jit
-
-# The key and the launcher in C are Triton's internals: another Triton's own path is taken.
-IS_KNOWN = triton.__version__.startswith("3.6.")
-if not IS_KNOWN:
-    logging.getLogger(__name__).warning("Triton %s: launches take its own, slower path", triton.__version__)
+if TYPE_CHECKING:  # this package doesn't require Triton
+    from triton.runtime import JITFunction
 
 
 def triton_kernel(function: Any = None, **options: Any) -> Any:
@@ -38,15 +32,30 @@ def triton_kernel(function: Any = None, **options: Any) -> Any:
     """
     if function is None:
         return partial(triton_kernel, **options)
+    import triton
+
     kernel = triton.jit(function, **options)
-    return _Launcher(kernel) if IS_KNOWN and isinstance(kernel, jit.JITFunction) else kernel
+    return _Launcher(kernel) if isinstance(kernel, triton.JITFunction) and _is_known(triton.__version__) else kernel
+
+
+@cache
+def _is_known(version: str) -> bool:
+    """Whether this Triton's key and launcher in C, which are internals of it, are those that are used here."""
+    if known := version.startswith("3.6."):
+        return known
+    logging.getLogger(__name__).warning("Triton %s: launches take its own, slower path", version)
+    return False
 
 
 class _Launcher:
     """Launches ``kernel`` as Triton does, and has all attributes of it."""
 
-    def __init__(self, kernel: jit.JITFunction) -> None:
+    def __init__(self, kernel: JITFunction[..., Any]) -> None:
+        from triton import knobs
+        from triton.runtime import driver, jit
+
         self.kernel, params = kernel, kernel.params
+        self._knobs, self._drivers, self._specialized = knobs, driver, jit.native_specialize_impl
         self._driver: Any = None
         self._backend: Any = None
         self._found: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -62,12 +71,12 @@ class _Launcher:
 
     def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> Any:
         """Launch ``kernel[grid](*args, **constants)``, and return the compiled kernel."""
-        active = driver.active
+        active = self._drivers.active
         device = active.get_current_device()
         if active is not self._driver:
             self._driver, self._backend, self._found = active, self.kernel.device_caches[device][3], {}
         # All that Triton's own key has: what each argument is specialised to, and all constants and options.
-        specialized = map(jit.native_specialize_impl, repeat(self._backend), args, *self._flags)
+        specialized = map(self._specialized, repeat(self._backend), args, *self._flags)
         key = (device, *specialized, *constants, *constants.values())
         found, is_watched = self._found.get(key), self._is_watched()
         if found is None or is_watched:
@@ -92,13 +101,13 @@ class _Launcher:
         for scope, name, value in self._globals:
             if scope.get(name) is not value:
                 return True
-        runtime = knobs.runtime
+        runtime = self._knobs.runtime
         return bool(
             self.kernel.pre_run_hooks
             or runtime.debug
             or getattr(runtime.launch_enter_hook, "calls", True)
             or getattr(runtime.launch_exit_hook, "calls", True)
-            or knobs.compilation.instrumentation_mode
+            or self._knobs.compilation.instrumentation_mode
         )
 
     def _prepared(self, compiled: Any, count: int, constants: dict[str, Any]) -> tuple[Any, ...]:
