@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor, library
+from torch import Tensor
 from torch.autograd import Function
 
 from veomni_core.kernels import IGNORED, first_derivatives_only, product_operands
 from veomni_liger.loading import part
 from veomni_ops.head_chunks import chunks
+from veomni_ops.torch_operators import operator
 
 _losses_and_dlogits = part("cross_entropy", "liger_cross_entropy_kernel")
 _cross_entropy = part("cross_entropy", "cross_entropy_forward")
@@ -135,19 +136,6 @@ class _ClassSum(Function):
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         (dlogits,) = ctx.saved_tensors
         return (dlogits * dtotal).to(ctx.dtype), None, None, None
-
-
-# Custom operators, opaque to ``torch.compile``. They can't return ``None``: a gradient that isn't requested is empty.
-_LIBRARY = library.Library("veomni_liger", "FRAGMENT")
-_LIBRARY.define(
-    "causal_sum(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int ignore_index, float? softcap, "
-    "bool train, bool train_weight) -> (Tensor total, Tensor dhidden, Tensor dweight, Tensor dbias)"
-)
-_LIBRARY.define(
-    "class_sum(Tensor logits, Tensor labels, int ignore_index, bool train) -> (Tensor total, Tensor dlogits)"
-)
-_LIBRARY.define("scaled(Tensor gradient, Tensor factor) -> Tensor")
-_LIBRARY.define("scale(Tensor(a!) gradient, Tensor factor) -> ()")
 
 
 def _causal_sum_of(
@@ -275,15 +263,18 @@ def _scaled_like(gradient: Tensor, _: Tensor) -> Tensor:
     return torch.empty_like(gradient, memory_format=torch.contiguous_format)
 
 
-for _name, _implementation, _fake in (
-    ("causal_sum", _causal_sum_of, _causal_sum_like),
-    ("class_sum", _class_sum_of, _class_sum_like),
-    ("scaled", _scaled_of, _scaled_like),
-    ("scale", _scale_of, lambda *_: None),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    library.register_fake(f"veomni_liger::{_name}", _fake, lib=_LIBRARY)
-_causal_sum = torch.ops.veomni_liger.causal_sum.default
-_class_sum = torch.ops.veomni_liger.class_sum.default
-_scaled = torch.ops.veomni_liger.scaled.default
-_scale = torch.ops.veomni_liger.scale.default
+# They can't return ``None``: a gradient that isn't requested is empty.
+_causal_sum = operator(
+    "veomni_liger::causal_sum(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int ignore_index,"
+    " float? softcap, bool train, bool train_weight) -> (Tensor total, Tensor dhidden, Tensor dweight, Tensor dbias)",
+    _causal_sum_of,
+    _causal_sum_like,
+)
+_class_sum = operator(
+    "veomni_liger::class_sum(Tensor logits, Tensor labels, int ignore_index, bool train)"
+    " -> (Tensor total, Tensor dlogits)",
+    _class_sum_of,
+    _class_sum_like,
+)
+_scaled = operator("veomni_liger::scaled(Tensor gradient, Tensor factor) -> Tensor", _scaled_of, _scaled_like)
+_scale = operator("veomni_liger::scale(Tensor(a!) gradient, Tensor factor) -> ()", _scale_of, lambda *_: None)

@@ -12,11 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 from torch.autograd import Function
 
 from veomni_core.kernels import first_derivatives_only
 from veomni_liger.loading import part
+from veomni_ops.torch_operators import operator
 
 _rope_forward, _rope_backward = part("rope", "rope_forward"), part("rope", "rope_backward")
 
@@ -73,14 +74,6 @@ class _RotaryPosEmb(Function):
         return *_turn(dq, dk, *ctx.saved_tensors, *ctx.layout, True), None, None, None, None
 
 
-# A custom operator, opaque to ``torch.compile``. Defined by a ``Library``: ``custom_op`` adds Python code to each call.
-_LIBRARY = library.Library("veomni_liger", "FRAGMENT")
-_LIBRARY.define(
-    "rotary_pos_emb(Tensor q, Tensor k, Tensor cos, Tensor sin, int positions_dim, int rotary_width, bool backward)"
-    " -> (Tensor q, Tensor k)"
-)
-
-
 def _turned(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions_dim: int, rotary_width: int, backward: bool
 ) -> tuple[Tensor, Tensor]:
@@ -114,6 +107,9 @@ def _with_plain_strides(angles: Tensor) -> Tensor:
     return angles if plain else angles.clone(memory_format=torch.contiguous_format)
 
 
-_LIBRARY.impl("rotary_pos_emb", _turned, "CompositeExplicitAutograd")
-library.register_fake("veomni_liger::rotary_pos_emb", _turned_like, lib=_LIBRARY)
-_turn = torch.ops.veomni_liger.rotary_pos_emb.default
+_turn = operator(
+    "veomni_liger::rotary_pos_emb(Tensor q, Tensor k, Tensor cos, Tensor sin, int positions_dim, int rotary_width,"
+    " bool backward) -> (Tensor q, Tensor k)",
+    _turned,
+    _turned_like,
+)

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 from torch.autograd import Function
 
 from veomni_core.kernels import first_derivatives_only
 from veomni_liger.loading import part
+from veomni_ops.torch_operators import operator
 
 _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "silu": (part("swiglu", "swiglu_forward"), part("swiglu", "swiglu_backward")),
@@ -55,14 +56,6 @@ class _GatedActivation(Function):
         return *_gradients(dy, *ctx.saved_tensors, ctx.activation), None
 
 
-# Custom operators, opaque to ``torch.compile``. Defined by a ``Library``: ``custom_op`` adds Python code to each call.
-_LIBRARY = library.Library("veomni_liger", "FRAGMENT")
-_LIBRARY.define("gated_activation(Tensor gate, Tensor up, str activation) -> Tensor")
-_LIBRARY.define(
-    "gated_activation_gradients(Tensor dy, Tensor gate, Tensor up, str activation) -> (Tensor dgate, Tensor dup)"
-)
-
-
 def _activated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     forward, _ = _KERNELS[activation]
     *_, result = forward(gate.contiguous(), up.contiguous())
@@ -84,11 +77,12 @@ def _gradients_like(_: Tensor, gate: Tensor, up: Tensor, activation: str) -> tup
     return _activated_like(gate), _activated_like(up)
 
 
-for _name, _implementation, _fake in (
-    ("gated_activation", _activated, _activated_like),
-    ("gated_activation_gradients", _gradients_of, _gradients_like),
-):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
-    library.register_fake(f"veomni_liger::{_name}", _fake, lib=_LIBRARY)
-_forward = torch.ops.veomni_liger.gated_activation.default
-_gradients = torch.ops.veomni_liger.gated_activation_gradients.default
+_forward = operator(
+    "veomni_liger::gated_activation(Tensor gate, Tensor up, str activation) -> Tensor", _activated, _activated_like
+)
+_gradients = operator(
+    "veomni_liger::gated_activation_gradients(Tensor dy, Tensor gate, Tensor up, str activation)"
+    " -> (Tensor dgate, Tensor dup)",
+    _gradients_of,
+    _gradients_like,
+)

@@ -18,7 +18,8 @@ from quack.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from torch import Tensor
 
 from veomni_core.kernels import first_derivatives_only
-from veomni_quack.alignment import operator, readable
+from veomni_ops.torch_operators import operator
+from veomni_quack.alignment import readable
 from veomni_quack.compiling import check_target
 
 check_target()
@@ -72,6 +73,7 @@ def _rows(x: Tensor) -> Tensor:
     return readable(rows.float() if x.shape[-1] % 2 and x.element_size() == 2 else rows)
 
 
+# Fakes call no QuACK: 0.6 would compile a kernel and launch it on fake tensors.
 def _fake_normalised(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32)
 
@@ -80,9 +82,11 @@ def _fake_gradients(dresult: Tensor, x: Tensor, weight: Tensor | None, rstd: Ten
     return x.new_empty(x.shape), x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
 
 
-_forward = operator("rms_norm(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)", _normalised, _fake_normalised)
+_forward = operator(
+    "veomni_quack::rms_norm(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)", _normalised, _fake_normalised
+)
 _backward = operator(
-    "rms_norm_backward(Tensor dresult, Tensor x, Tensor? weight, Tensor rstd) -> (Tensor, Tensor)",
+    "veomni_quack::rms_norm_backward(Tensor dresult, Tensor x, Tensor? weight, Tensor rstd) -> (Tensor, Tensor)",
     _gradients,
     _fake_gradients,
 )

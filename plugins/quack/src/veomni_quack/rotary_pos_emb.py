@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_core.kernels import first_derivatives_only
-from veomni_quack.alignment import operator, readable
+from veomni_ops.torch_operators import operator
+from veomni_quack.alignment import readable
 from veomni_quack.compiling import check_target
 
 check_target()
@@ -157,7 +158,8 @@ def _fake_turned(x: Tensor, *_: object) -> Tensor:
 
 
 _turn = operator(
-    "rotary_pos_emb(Tensor x, Tensor cos, Tensor sin, Tensor? starts, bool neighbours, bool backwards) -> Tensor",
+    "veomni_quack::rotary_pos_emb(Tensor x, Tensor cos, Tensor sin, Tensor? starts, bool neighbours, bool backwards)"
+    " -> Tensor",
     _turned,
     _fake_turned,
 )

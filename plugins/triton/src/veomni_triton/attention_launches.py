@@ -32,12 +32,14 @@ def takes_small(query: Tensor) -> bool:
 
 
 def constants_of(query: Tensor, value_width: int, launch: Launch) -> dict[str, Any]:
-    """The columns ``D``, ``E`` and ``V`` of tiles, as ``attention_tiles`` has them, and a launch's other constants."""
+    """Widths, the columns ``D``, ``E`` and ``V`` of tiles, as ``attention_tiles`` has them, and other constants."""
     width = query.shape[-1]
     first = max(16, 1 << width.bit_length() - 1)  # the greatest power of two in it
     rest = max(16, power_of_two(width - first))
     split = first < width and first + rest < 2 * first
     return {
+        "width": width,
+        "value_width": value_width,
         "D": first if split else max(16, power_of_two(width)),
         "E": rest if split else 16,
         "SPLIT": split,

@@ -8,14 +8,14 @@ Shape legend: that of ``attention_tiles``.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.attention.rows import LOG2_E, NONE, mask_keys, mask_rows, scores, tile_rows
 from veomni_triton.attention_tiles import SUMS, attend, finish, load, load_wide, products
 
 
-@triton.jit(do_not_specialize=["queries"])
+@triton_kernel(do_not_specialize=["queries"])
 def forward_kernel(
     query,  # [B, H, S, D]
     key,  # [B, K, L, D]
@@ -31,8 +31,6 @@ def forward_kernel(
     queries,  # S
     heads,  # H
     groups,  # K
-    width: tl.constexpr,
-    value_width: tl.constexpr,
     query_batch,
     query_head,
     query_row,
@@ -49,6 +47,8 @@ def forward_kernel(
     range_batch,
     range_head,
     range_part,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
     HALVED: tl.constexpr,

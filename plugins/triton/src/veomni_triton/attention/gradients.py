@@ -7,14 +7,14 @@ Shape legend: that of ``attention_tiles``.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.attention.rows import NONE, mask_keys, mask_rows, row_range, scores, tile_rows
 from veomni_triton.attention_tiles import add_rows, load, load_wide, products, store, store_wide
 
 
-@triton.jit(do_not_specialize=["queries"])
+@triton_kernel(do_not_specialize=["queries"])
 def dquery_kernel(
     query,  # [B, H, S, D]
     key,  # [B, K, L, D]
@@ -33,8 +33,6 @@ def dquery_kernel(
     queries,
     heads,
     groups,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
     query_batch,
     query_head,
     query_row,
@@ -51,6 +49,8 @@ def dquery_kernel(
     range_batch,
     range_head,
     range_part,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
     HALVED: tl.constexpr,
@@ -135,7 +135,7 @@ def dquery_kernel(
     store_wide(dquery, dquery_MD, dquery_ME, row_M, is_row_M, width, D, E, SPLIT)
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton_kernel(do_not_specialize=["queries", "keys"])
 def dkeys_kernel(
     query,
     key,
@@ -156,8 +156,6 @@ def dkeys_kernel(
     keys,  # L
     heads,
     groups,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
     query_batch,
     query_head,
     query_row,
@@ -176,6 +174,8 @@ def dkeys_kernel(
     range_part,
     seeing_batch,
     seeing_part,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
     HALVED: tl.constexpr,

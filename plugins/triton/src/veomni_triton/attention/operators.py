@@ -60,12 +60,12 @@ class _Call:
         return self.query, self.key, self.value, mask
 
     def sizes(self, ranges: Tensor) -> tuple[int, ...]:
-        """The arguments of kernels that are heads, widths and strides."""
+        """The arguments of kernels that are heads and strides."""
         _, batches, heads, queries = ranges.shape
         of_mask = (0,) * 4 if self.mask is None else self.mask.expand(self.batch, self.heads, -1, -1).stride()
         of_ranges = (heads * queries if batches > 1 else 0, queries if heads > 1 else 0, ranges[0].numel())
         strides = (each for x in (self.query, self.key, self.value) for each in x.stride()[:3])
-        return self.heads, self.groups, self.query.shape[-1], self.value.shape[-1], *strides, *of_mask, *of_ranges
+        return self.heads, self.groups, *strides, *of_mask, *of_ranges
 
     def constants(self, launches: Mapping[int, Launch]) -> dict[str, Any]:
         """What kernels are compiled for."""

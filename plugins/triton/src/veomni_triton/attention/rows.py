@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.activations import tanh
 
 # What is in a row's kind.
@@ -22,7 +23,7 @@ NONE = tl.constexpr(0x7FFFFFFF)  # where no key is
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton_kernel
 def ranges_kernel(
     mask,  # [Bm, Hm, S, L]; booleans as bytes
     ranges,  # [3, Bm, Hm, S] int32, written: begins, stops, kinds
@@ -73,7 +74,7 @@ def ranges_kernel(
     tl.store(place + 2 * part, tl.where(stop > 0, kind, 0))
 
 
-@triton.jit(do_not_specialize=["queries"])
+@triton_kernel(do_not_specialize=["queries"])
 def seeing_kernel(
     ranges,  # [3, Bm, Hm, S]
     seeing,  # [5, Bm, tiles of keys] int32, written

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.sizes import ceil_div
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.chunk_gated_delta_rule.call import Call
 from veomni_triton.chunk_gated_delta_rule.launch import padded
 from veomni_triton.chunk_gated_delta_rule.states import load_state, store_state
@@ -28,7 +29,7 @@ _SIZES = (
 )
 
 
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_POINTERS)
+@triton_kernel(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_POINTERS)
 def recurrence_kernel(
     q,  # [tokens, H, key_width]
     k,  # [tokens, H, key_width]

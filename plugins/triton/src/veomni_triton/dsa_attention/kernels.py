@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
+
 
 @triton.jit
 def _load_heads(x, row, head_H, heads, stride, column_C, end):
@@ -74,7 +76,7 @@ def _weight_places(head_H, heads, place_K, top_k):
     return (row * heads + head_H)[:, None] * top_k + place_K[None, :], inside_HK
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton_kernel(do_not_specialize=["first"])
 def weights_kernel(
     query,
     keys,
@@ -116,7 +118,7 @@ def weights_kernel(
     tl.store(tile_sums + place_H, tl.sum(weight_HK, 1), mask=head_H < heads)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton_kernel(do_not_specialize=["first"])
 def outputs_kernel(
     weights,
     keys,
@@ -180,7 +182,7 @@ def outputs_kernel(
         tl.store(sums + row * heads + head_H, sum_H, mask=head_H < heads)
 
 
-@triton.jit
+@triton_kernel
 def target_kernel(
     query,
     keys,
@@ -214,7 +216,7 @@ def target_kernel(
     tl.store(target + row * top_k + place_K, tl.where(is_key_K, sum_K / heads, 0.0), mask=place_K < top_k)
 
 
-@triton.jit
+@triton_kernel
 def means_kernel(output, doutput, means, rows, value_width, H: tl.constexpr, C: tl.constexpr):
     """The product of each query's and head's output with its gradient: the mean of its weights' gradients."""
     row_H, column_C = tl.program_id(0).to(tl.int64) * H + tl.arange(0, H), tl.arange(0, C)
@@ -225,7 +227,7 @@ def means_kernel(output, doutput, means, rows, value_width, H: tl.constexpr, C: 
     tl.store(means + row_H, tl.sum(output_HC * upstream_HC, 1), mask=row_H < rows)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton_kernel(do_not_specialize=["first"])
 def logit_gradients_kernel(
     query,
     keys,
@@ -276,7 +278,7 @@ def logit_gradients_kernel(
     tl.store(dlogits + place_HK, dlogit_HK.to(dlogits.dtype.element_ty), mask=inside_HK)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton_kernel(do_not_specialize=["first"])
 def query_gradients_kernel(
     dlogits,
     keys,
@@ -310,7 +312,7 @@ def query_gradients_kernel(
     tl.store(dquery + place_HC, dquery_HC.to(dquery.dtype.element_ty), mask=inside_HC)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton_kernel(do_not_specialize=["first"])
 def key_gradients_kernel(
     query,
     doutput,

@@ -7,16 +7,14 @@ chosen scores is found by its bits, so that ties are exact, and every run choose
 from __future__ import annotations
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from veomni_core.kernels import product_operands
 from veomni_ops.dsa_indexer import check_call
 from veomni_ops.sizes import ceil_div, power_of_two
+from veomni_ops.torch_operators import operator
 from veomni_triton.dsa_indexer.kernels import highest_kernel, scores_kernel
 
-_NAMESPACE = "veomni_triton"
-_LIBRARY = library.Library(_NAMESPACE, "FRAGMENT")
-_LIBRARY.define("dsa_indexer(Tensor query, Tensor key, Tensor weights, Tensor visible, int top_k) -> Tensor")
 _SCORES = 1 << 26  # numbers of a block's scores, 256 MiB
 _TILE, _ROW_TILE = 1024, 1024  # numbers that a program reads at a time, and of a row
 # Queries and keys of a tile, and warps. Not tuned.
@@ -35,7 +33,7 @@ def standard(query: Tensor, key: Tensor, weights: Tensor, visible: Tensor, top_k
     of_16_and_32_bits = (torch.float32, torch.bfloat16, torch.float16)
     query, key = product_operands("triton", dtypes=of_16_and_32_bits, query=query, key=key)
     check_call(query, key, weights, visible, top_k)
-    return torch.ops.veomni_triton.dsa_indexer.default(query, key, weights, visible, top_k)  # type: ignore[no-any-return]
+    return _choose(query, key, weights, visible, top_k)  # type: ignore[no-any-return]
 
 
 def _chosen(query: Tensor, key: Tensor, weights: Tensor, visible: Tensor, top_k: int) -> Tensor:
@@ -98,5 +96,8 @@ def _like(query: Tensor, key: Tensor, weights: Tensor, visible: Tensor, top_k: i
     return query.new_empty(*query.shape[:2], min(top_k, key.shape[1]), dtype=torch.int32)
 
 
-_LIBRARY.impl("dsa_indexer", _chosen, "CompositeExplicitAutograd")
-library.register_fake(f"{_NAMESPACE}::dsa_indexer", _like, lib=_LIBRARY)
+_choose = operator(
+    "veomni_triton::dsa_indexer(Tensor query, Tensor key, Tensor weights, Tensor visible, int top_k) -> Tensor",
+    _chosen,
+    _like,
+)

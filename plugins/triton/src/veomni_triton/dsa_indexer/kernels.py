@@ -8,10 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
+
 LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 
 
-@triton.jit
+@triton_kernel
 def scores_kernel(
     query,
     key,
@@ -75,7 +77,7 @@ def _ordered(scores, row_R, key_N, rows, keys):
     return tl.load(place_RN, mask=inside_RN, other=0).to(tl.uint32, bitcast=True)
 
 
-@triton.jit
+@triton_kernel
 def highest_kernel(
     scores, visible, found, rows, keys, top_k, NONE: tl.constexpr, BOOLS: tl.constexpr, R: tl.constexpr, N: tl.constexpr
 ):

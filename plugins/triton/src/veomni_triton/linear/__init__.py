@@ -8,19 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 from torch.autograd import Function
 
 from veomni_core.kernels import first_derivatives_only, product_operands, without_autocast
+from veomni_ops.torch_operators import operator
 from veomni_triton.linear.products import product
 
 __all__ = ["product", "standard"]
 
-_LIBRARY = library.Library("veomni_triton", "FRAGMENT")
-_LIBRARY.define("linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
-_LIBRARY.impl("linear", product, "CompositeExplicitAutograd")
-library.register_fake(
-    "veomni_triton::linear", lambda rows, weight, _: rows.new_empty(rows.shape[0], weight.shape[0]), lib=_LIBRARY
+# A graph takes the operator: launches depend on addresses, which are known only when it runs.
+_product = operator(
+    "veomni_triton::linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor",
+    product,
+    lambda rows, weight, _: rows.new_empty(rows.shape[0], weight.shape[0]),
 )
 
 
@@ -39,9 +40,7 @@ class _Linear(Function):
     @without_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # A graph takes the operator: launches depend on addresses, which are known only when it runs.
-        call = torch.ops.veomni_triton.linear.default if torch.compiler.is_compiling() else product
-        return call(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+        return _product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @first_derivatives_only

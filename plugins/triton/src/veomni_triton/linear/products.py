@@ -16,6 +16,7 @@ from torch import Tensor
 from veomni_ops.sizes import ceil_div
 from veomni_ops.triton_descriptors import described
 from veomni_ops.triton_gpus import multiprocessors
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.linear.launches import Launch, launch_for
 
 
@@ -71,7 +72,7 @@ def _tile_place(tile, count, outputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
 
 
 # The number of rows is the batch's: specialised, it would compile the kernels anew.
-@triton.jit(do_not_specialize=["count"])
+@triton_kernel(do_not_specialize=["count"])
 def _described_product(
     rows,  # described [N, A]
     weight,  # described [B, A]
@@ -100,7 +101,7 @@ def _described_product(
         result.store([row, column + HALF], right.to(result.dtype))
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton_kernel(do_not_specialize=["count"])
 def _product(
     rows,  # [N, A]
     weight,  # [B, A]

@@ -12,9 +12,9 @@ Shape legend: ``L`` tokens of a chunk, ``P`` columns of a head in a tile, ``N`` 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.mamba2_scan.tiles import (
     NUMBERS,
     chunk_bounds,
@@ -29,7 +29,7 @@ from veomni_triton.mamba2_scan.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton_kernel(do_not_specialize=NUMBERS)
 def pair_gradients_kernel(
     x,  # [B, S, H, WIDTH]
     B,  # [B, S, G, STATE]
@@ -123,7 +123,7 @@ def pair_gradients_kernel(
     store_tile(dscores + tl.program_id(0).to(tl.int64) * (L * L), dscores_LL, 0, L, L, 0, L, L, L)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton_kernel(do_not_specialize=NUMBERS)
 def product_gradients_kernel(
     x,  # [B, S, H, WIDTH]
     C,  # [B, S, G, STATE]
@@ -192,7 +192,7 @@ def product_gradients_kernel(
     store_tile(dC + part, dC_LN, 0, L, STATE, column, L, N, STATE)
 
 
-@triton.jit(do_not_specialize=(*NUMBERS, "slices", "state_slices"))
+@triton_kernel(do_not_specialize=(*NUMBERS, "slices", "state_slices"))
 def shared_gradients_kernel(
     B,  # [B, S, G, STATE]
     C,  # [B, S, G, STATE]

@@ -7,9 +7,9 @@ Shape legend: ``L`` tokens of a chunk, ``P`` columns of a head in a tile, ``N`` 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.mamba2_scan.tiles import (
     NUMBERS,
     chunk_bounds,
@@ -22,7 +22,7 @@ from veomni_triton.mamba2_scan.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton_kernel(do_not_specialize=NUMBERS)
 def scores_kernel(
     one,  # [B, S, G, STATE]
     other,  # [B, S, G, STATE]
@@ -50,7 +50,7 @@ def scores_kernel(
     store_tile(scores + own * L, scores_LL, 0, L, L, 0, L, L, L)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton_kernel(do_not_specialize=NUMBERS)
 def outputs_kernel(
     x,  # [B, S, H, WIDTH]
     C,  # [B, S, G, STATE]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.mamba2_scan.tiles import (
     NUMBERS,
     decay_over_chunk,
@@ -33,7 +34,7 @@ def _tile_of_program(heads, P: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexp
     return rest // tiles, head, tile % across * P, tile // across * N
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton_kernel(do_not_specialize=NUMBERS)
 def states_kernel(
     x,  # [B, S, H, WIDTH]
     B,  # [B, S, G, STATE]
@@ -86,7 +87,7 @@ def states_kernel(
         store_state(final + own * WIDTH * STATE, state_PN, start, column, P, N, WIDTH, STATE)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton_kernel(do_not_specialize=NUMBERS)
 def state_gradients_kernel(
     dout,  # [B, S, H, WIDTH]
     C,  # [B, S, G, STATE]

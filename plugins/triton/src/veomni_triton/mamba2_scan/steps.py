@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.mamba2_scan.tiles import NUMBERS, chunk_bounds
 from veomni_triton.softplus import softplus
 
@@ -30,7 +31,7 @@ def _raw_steps(
     return raw_LH
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton_kernel(do_not_specialize=NOT_SPECIALIZED)
 def steps_kernel(
     dt,  # [B, S, H]
     A,  # [H]
@@ -85,7 +86,7 @@ def steps_kernel(
         tl.store(parts + place.to(tl.int64) * L + row_L, part_L)
 
 
-@triton.jit(do_not_specialize=(*NOT_SPECIALIZED, "state_tiles", "programs"))
+@triton_kernel(do_not_specialize=(*NOT_SPECIALIZED, "state_tiles", "programs"))
 def step_gradients_kernel(
     dt,  # [B, S, H]
     A,  # [H]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.attention_tiles import (
     SUMS,
     add_rows,
@@ -26,7 +27,7 @@ from veomni_triton.attention_tiles import (
 LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 
 
-@triton.jit
+@triton_kernel
 def choose_kernel(
     sums,
     begins,
@@ -87,7 +88,7 @@ def _chosen_keys(chosen, begin, token, group, groups, count, place, block_size, 
     return key_N, (block >= 0) & (column_N < block_size) & (key_N <= token)
 
 
-@triton.jit
+@triton_kernel
 def chosen_forward_kernel(
     query,
     key,
@@ -99,10 +100,10 @@ def chosen_forward_kernel(
     scaling,
     heads,
     groups,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
     count,
     block_size,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
     H: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
@@ -133,7 +134,7 @@ def chosen_forward_kernel(
     finish(output, norms, highest_H, sum_HS, output_HV, row_H, is_head_H, value_width, V)
 
 
-@triton.jit
+@triton_kernel
 def chosen_dquery_kernel(
     query,
     key,
@@ -149,10 +150,10 @@ def chosen_dquery_kernel(
     by_two,
     heads,
     groups,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
     count,
     block_size,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
     H: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
@@ -186,7 +187,7 @@ def chosen_dquery_kernel(
     store_wide(dquery, dquery_HD, dquery_HE, row_H, is_head_H, width, D, E, SPLIT)
 
 
-@triton.jit
+@triton_kernel
 def chosen_dkeys_kernel(
     query,
     key,
@@ -209,10 +210,10 @@ def chosen_dkeys_kernel(
     parts,
     heads,
     groups,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
     block_size,
     part,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
     H: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -264,7 +265,7 @@ def chosen_dkeys_kernel(
         store(partial + block_size * width, dvalue_NV, column_N, column_N < block_size, value_width, V)
 
 
-@triton.jit
+@triton_kernel
 def add_parts_kernel(
     partial,
     parts_before,
@@ -274,9 +275,9 @@ def add_parts_kernel(
     dvalue,
     blocks,
     groups,
+    block_size,
     width: tl.constexpr,
     value_width: tl.constexpr,
-    block_size,
     N: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,

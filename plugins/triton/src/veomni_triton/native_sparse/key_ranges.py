@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.attention_tiles import (
     SUMS,
     add_rows,
@@ -38,7 +39,7 @@ def _ranges(begins, stops, tokens, M: tl.constexpr):
     return token_M.to(tl.int64), is_token_M, begin_M, stop_M, tl.load(begins + start), tl.load(stops + last)
 
 
-@triton.jit
+@triton_kernel
 def range_forward_kernel(
     query,
     key,
@@ -84,7 +85,7 @@ def range_forward_kernel(
     finish(output, norms, highest_M, sum_MS, output_MV, row_M, is_token_M, value_width, V)
 
 
-@triton.jit
+@triton_kernel
 def range_dquery_kernel(
     query,
     key,
@@ -139,7 +140,7 @@ def range_dquery_kernel(
     store_wide(dquery, dquery_MD, dquery_ME, row_M, is_token_M, width, D, E, SPLIT)
 
 
-@triton.jit
+@triton_kernel
 def range_dkeys_kernel(
     query,
     key,
@@ -208,7 +209,7 @@ def range_dkeys_kernel(
     store(dvalue, dvalue_NV, row_N, is_key_N, value_width, V)
 
 
-@triton.jit
+@triton_kernel
 def sums_kernel(
     query,
     key,
@@ -221,8 +222,8 @@ def sums_kernel(
     keys,
     heads,
     groups,
-    width: tl.constexpr,
     scaling,
+    width: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,

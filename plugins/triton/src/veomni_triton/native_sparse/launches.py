@@ -44,8 +44,8 @@ class Call:
         self.last_keys = torch.maximum(self.begins, stops - sizes.window), stops
         self.is_small = takes_small(self.query)
 
-    def widths(self) -> tuple[int, int, int, int]:
-        return self.heads, self.groups, self.width, self.value_width
+    def counts(self) -> tuple[int, int]:
+        return self.heads, self.groups
 
     def fitting(self, launch: Launch) -> Launch:
         """That launch, or the small one where the other does not fit."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.attention_tiles import load, store
 
 
-@triton.jit
+@triton_kernel
 def mix_kernel(branches, gates, output, rows, width: tl.constexpr, R: tl.constexpr, V: tl.constexpr):
     """The sum of three branches ``[3, rows, V]``, each times its gate."""
     row_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -21,7 +21,7 @@ def mix_kernel(branches, gates, output, rows, width: tl.constexpr, R: tl.constex
     store(output, mixed_RV, row_R, is_row_R, width, V)
 
 
-@triton.jit
+@triton_kernel
 def unmix_kernel(doutput, branches, gates, dgates, means, rows, width: tl.constexpr, R: tl.constexpr, V: tl.constexpr):
     """The gradients of gates, and times the gates the means of the gradients of each branch's weights."""
     row_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)

@@ -36,7 +36,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             branches[1],
             norms[1],
             call.by_two,
-            *call.widths(),
+            *call.counts(),
             chosen.shape[-1],
             call.sizes.block_size,
             **call.of_blocks(launches.CHOSEN),
@@ -44,7 +44,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         _attend_ranges(call, *call.window, call.last_keys, branches[2], norms[2])
         rows, columns, width = _rows(call)
         mixing.mix_kernel[ceil_div(rows, columns),](
-            branches, call.gates, output, rows, call.value_width, R=columns, V=width
+            branches, call.gates, output, rows, width=call.value_width, R=columns, V=width
         )
     return output, branches, norms, chosen
 
@@ -60,7 +60,7 @@ def _attend_ranges(
 ) -> None:
     constants = call.of_ranges(launches.FORWARD)
     key_ranges.range_forward_kernel[ceil_div(call.tokens, constants["M"]), call.heads](
-        call.query, key, value, *ranges, output, norms, call.by_two, call.tokens, *call.widths(), **constants
+        call.query, key, value, *ranges, output, norms, call.by_two, call.tokens, *call.counts(), **constants
     )
 
 
@@ -72,7 +72,7 @@ def _choose(call: launches.Call, norms: Tensor, chosen: Tensor) -> None:
     size = min(call.tokens, max(launch.queries, _SUMS // (keys * call.groups)))
     sums = key.new_empty(call.groups, size, keys, dtype=torch.float32)
     constants = call.of_ranges(launches.SUMS)
-    del constants["V"]
+    del constants["V"], constants["value_width"]
     blocks = power_of_two(blocks_of(call.row, sizes))
     for first in range(0, call.tokens, size):
         rows = min(size, call.tokens - first)
@@ -85,7 +85,7 @@ def _choose(call: launches.Call, norms: Tensor, chosen: Tensor) -> None:
             first,
             rows,
             keys,
-            *call.widths()[:3],
+            *call.counts(),
             call.by_two,
             enable_fp_fusion=False,  # two heads' highest weights are 1 each, and tie, if logits round as for the norms
             **constants,
@@ -121,7 +121,7 @@ def _gradients(doutput: Tensor, branches: Tensor, norms: Tensor, chosen: Tensor,
     with torch.cuda.device_of(dquery):
         rows, columns, width = _rows(call)
         mixing.unmix_kernel[ceil_div(rows, columns),](
-            doutput, branches, call.gates, dgates, means, rows, call.value_width, R=columns, V=width
+            doutput, branches, call.gates, dgates, means, rows, width=call.value_width, R=columns, V=width
         )
         upstream = [(doutput, call.gates.select(-1, branch), norms[branch], means[branch]) for branch in range(3)]
         chosen_blocks.chosen_dquery_kernel[call.tokens, call.groups](
@@ -134,7 +134,7 @@ def _gradients(doutput: Tensor, branches: Tensor, norms: Tensor, chosen: Tensor,
             dquery,
             call.scaling,
             call.by_two,
-            *call.widths(),
+            *call.counts(),
             chosen.shape[-1],
             call.sizes.block_size,
             **call.of_blocks(launches.CHOSEN_DQUERY),
@@ -166,7 +166,7 @@ def _range_gradients(
     factors = call.scaling, call.by_two
     constants = call.of_ranges(launches.DQUERY)
     key_ranges.range_dquery_kernel[ceil_div(call.tokens, constants["M"]), call.heads](
-        call.query, *tensors, *ranges, *upstream, dquery, *factors, call.tokens, *call.widths(), **constants
+        call.query, *tensors, *ranges, *upstream, dquery, *factors, call.tokens, *call.counts(), **constants
     )
     constants = call.of_ranges(launches.DKEYS)
     tiles = torch.arange(0, keys, constants["N"], dtype=torch.int32, device=dquery.device)
@@ -188,7 +188,7 @@ def _range_gradients(
         *factors,
         share,
         keys,
-        *call.widths(),
+        *call.counts(),
         **constants,
     )
     for gradient, of_parts in zip(into, partial, strict=True) if parts > 1 else ():
@@ -238,7 +238,7 @@ def _chosen_dkeys(
         taken.shape[1],
         blocks,
         parts,
-        *call.widths(),
+        *call.counts(),
         size,
         PART,
         **constants,
@@ -251,9 +251,9 @@ def _chosen_dkeys(
         dkey,
         dvalue,
         blocks,
-        *call.widths()[1:],
+        groups,
         size,
-        **{name: constants[name] for name in ("N", "D", "E", "SPLIT", "V")},
+        **{name: constants[name] for name in ("width", "value_width", "N", "D", "E", "SPLIT", "V")},
     )
 
 

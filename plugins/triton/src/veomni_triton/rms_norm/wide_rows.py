@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.sizes import ceil_div
 from veomni_ops.triton_gpus import multiprocessors
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.aligned_rows import alignment
 from veomni_triton.partial_sums import sum_partials
 from veomni_triton.root_mean_square import gain, normalised, reciprocal_rms
@@ -82,7 +82,7 @@ def backward(
 
 # T rows, H = WIDTH columns. A program has one row, and [PIECE] of it at a time; blocks in loops over a row are [PIECE].
 # Strides are not specialised and come in units of the alignment, see whole_rows.
-@triton.jit(do_not_specialize=["x_stride", "eps"])
+@triton_kernel(do_not_specialize=["x_stride", "eps"])
 def _forward_kernel(
     x,  # [T, H], rows x_stride * ALIGNED apart
     weight,  # [H] or None
@@ -115,7 +115,7 @@ def _forward_kernel(
         tl.store(y + row * WIDTH + column, result.to(y.dtype.element_ty), mask=column < WIDTH)
 
 
-@triton.jit(do_not_specialize=["dy_stride", "x_stride"])
+@triton_kernel(do_not_specialize=["dy_stride", "x_stride"])
 def _input_gradient_kernel(
     dy,  # [T, H], rows dy_stride * DY_ALIGNED apart
     x,  # [T, H], rows x_stride * X_ALIGNED apart
@@ -150,7 +150,7 @@ def _input_gradient_kernel(
         tl.store(dx + row * WIDTH + column, gradient.to(dx.dtype.element_ty), mask=column < WIDTH)
 
 
-@triton.jit(do_not_specialize=["rows", "dy_stride", "x_stride"])
+@triton_kernel(do_not_specialize=["rows", "dy_stride", "x_stride"])
 def _weight_gradient_kernel(
     dy,  # [T, H], rows dy_stride * DY_ALIGNED apart
     x,  # [T, H], rows x_stride * X_ALIGNED apart

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.sizes import ceil_div
 from veomni_ops.triton_gpus import multiprocessors
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.aligned_rows import alignment
 from veomni_triton.partial_sums import sum_partials
 from veomni_triton.rms_norm_gated.arithmetic import input_gradients, opened, result_of, source_of, weighted_gradient
@@ -84,7 +84,7 @@ def backward(
 
 # T rows of G = GROUPS groups of WIDTH columns; H = G * WIDTH. A program has one group, and [PIECE] of it at a time: so
 # are blocks in loops over a group. Strides are not specialised and come in units of the alignment, see whole_groups.
-@triton.jit(do_not_specialize=["x_stride", "gate_stride", "eps"])
+@triton_kernel(do_not_specialize=["x_stride", "gate_stride", "eps"])
 def _forward_kernel(
     x,  # [T, H], rows x_stride * X_ALIGNED apart
     gate,  # [T, H], rows gate_stride * GATE_ALIGNED apart
@@ -127,7 +127,7 @@ def _forward_kernel(
         tl.store(at, result.to(y.dtype.element_ty), mask=column < WIDTH)
 
 
-@triton.jit(do_not_specialize=["dy_stride", "x_stride", "gate_stride"])
+@triton_kernel(do_not_specialize=["dy_stride", "x_stride", "gate_stride"])
 def _input_gradients_kernel(
     dy,  # [T, H], rows dy_stride * DY_ALIGNED apart
     x,  # [T, H], rows x_stride * X_ALIGNED apart
@@ -176,7 +176,7 @@ def _input_gradients_kernel(
         tl.store(dgate + at, gradients[1].to(dgate.dtype.element_ty), mask=column < WIDTH)
 
 
-@triton.jit(do_not_specialize=["rows", "dy_stride", "x_stride", "gate_stride"])
+@triton_kernel(do_not_specialize=["rows", "dy_stride", "x_stride", "gate_stride"])
 def _weight_gradient_kernel(
     dy,  # [T, H], rows dy_stride * DY_ALIGNED apart
     x,  # [T, H], rows x_stride * X_ALIGNED apart

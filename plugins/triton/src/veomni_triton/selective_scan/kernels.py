@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.softplus import softplus
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -40,7 +41,7 @@ def _is_first(seq_idx, token, length, seq_token):
     return own != tl.load(seq_idx + (token - 1) * seq_token, mask=compared, other=0)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton_kernel(do_not_specialize=NOT_SPECIALIZED)
 def outputs_kernel(
     x,  # [B, S, CHANNELS], as dt, z and out
     dt,
@@ -132,7 +133,7 @@ def outputs_kernel(
         tl.store(final + own + by_state_NK, state_NK, mask=inside_NK)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton_kernel(do_not_specialize=NOT_SPECIALIZED)
 def gradients_kernel(
     dout,  # [B, S, CHANNELS], as x, dt, z, and their gradients
     dfinal,  # [B, CHANNELS, STATE] float32, or anything

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.activations import tanh
 
 # The rows of ``sums[SUMS, N]``. With m the largest logit so far and e = exp(z - m): TOTAL is the sum of e, WEIGHTED of
@@ -25,7 +26,7 @@ BEFORE_LABEL = tl.constexpr(6)
 SUMS = 7
 
 
-@triton.jit
+@triton_kernel
 def sums_kernel(
     logits,  # [N, W], contiguous
     labels,  # [N] int64 or int32; of the whole vocabulary
@@ -88,14 +89,14 @@ def sums_kernel(
 
 # As many words as a tile has, and however its rows begin in memory, this is one binary: how many words a thread reads
 # at a time says in which order a row's are added.
-sums_in_fixed_order_kernel = triton.jit(
+sums_in_fixed_order_kernel = triton_kernel(
     sums_kernel.fn,
     do_not_specialize=["tokens", "words", "first_word"],
     do_not_specialize_on_alignment=["logits"],
 )
 
 
-@triton.jit
+@triton_kernel
 def gradients_kernel(
     logits,  # [N, W], contiguous
     dlogits,  # [N, W], contiguous, written; may be logits itself

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
@@ -18,6 +17,7 @@ from torch.autograd import Function
 from veomni_core.kernels import first_derivatives_only
 from veomni_ops.sizes import ceil_div, power_of_two
 from veomni_ops.torch_operators import operator
+from veomni_ops.triton_launches import triton_kernel
 
 
 def rank_block(rank: int) -> int:
@@ -114,7 +114,7 @@ _EXPERTS, _PLACES = 64, 64  # of one tile, which each side reads or writes along
 
 
 # E experts, B lines of each, r or R columns of each.
-@triton.jit(do_not_specialize=["experts"])
+@triton_kernel(do_not_specialize=["experts"])
 def _copy(
     source,  # [E, B, SOURCE_COLUMNS]
     target,  # [E, B, COLUMNS], written

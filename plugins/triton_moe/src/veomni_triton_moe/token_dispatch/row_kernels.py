@@ -7,11 +7,11 @@ T tokens, K choices per token, W ranks, L experts per rank, S rows to send, H hi
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from veomni_ops.sizes import ceil_div, power_of_two
+from veomni_ops.triton_launches import triton_kernel
 
 _WIDEST = 2048  # columns per program: 16 values for each thread of 4 warps; narrower rows are one block
 _ROWS = 64  # rows per program where a row is K values
@@ -82,7 +82,7 @@ def local_choices(
     )
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton_kernel(do_not_specialize=["length"])
 def _take(
     tokens,  # [T, H], rows `stride` apart
     places,  # [S]
@@ -102,7 +102,7 @@ def _take(
     tl.store(rows + row * row_stride + column, value, mask=column < width)
 
 
-@triton.jit
+@triton_kernel
 def _add_up(
     rows,  # [S, H], rows `stride` apart
     slots,  # [T, W]; -1 for no row
@@ -122,7 +122,7 @@ def _add_up(
     tl.store(result + token * width + column, total.to(result.dtype.element_ty), mask=column < width)
 
 
-@triton.jit(do_not_specialize=["count", "length"])
+@triton_kernel(do_not_specialize=["count", "length"])
 def _local_choices(
     index,  # [T, K], contiguous
     weights,  # [T, K], contiguous
