@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -42,6 +44,18 @@ class Wrapped(torch.Tensor):
 
 class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class WatchFunctions(TorchFunctionMode):
+    """Lists the functions of PyTorch that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
         return function(*args, **(kwargs or {}))
 
 
@@ -81,8 +95,48 @@ def test_modes_and_profilers_see_operators():
     assert called(X, 2.0, [], None)[1] == (float, True)
 
 
-def test_traces_have_the_operator():
-    graph = make_fx(lambda x: scaled(x, 2.0, [], None))(X).graph
+def test_modes_of_functions_see_the_operator_alone():
+    with WatchFunctions() as watch:
+        scaled(X, 2.0, [], None)
+    assert watch.seen == [torch.ops.veomni_ops_tests.scaled.default]
+
+
+def test_profilers_of_all_threads_see_operators():
+    everywhere = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(experimental_config=everywhere) as profile, ThreadPoolExecutor(1) as thread:
+        thread.submit(scaled, X, 2.0, [], None).result()
+    assert "veomni_ops_tests::scaled" in {event.key for event in profile.key_averages()}
+
+
+def test_batched_tensors_come_one_by_one():
+    # Their type is the plain one, and they have no memory. Batched gradients come through another, older vmap.
+    doubled = operator(
+        "veomni_ops_tests::doubled(Tensor x) -> Tensor", lambda x: torch.from_numpy(2 * x.numpy()), torch.empty_like
+    )
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return doubled(x)
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return doubled(upstream)
+
+    x = torch.stack([X, X])
+    assert torch.equal(torch.vmap(doubled)(x), 2 * x)
+    leaf = X.clone().requires_grad_()
+    assert torch.equal(torch.autograd.grad(Doubled.apply(leaf), leaf, x, is_grads_batched=True)[0], 2 * x)
+
+
+def test_inference_takes_the_direct_way():
+    with torch.inference_mode():
+        assert called(X, 2.0, [], None)[1] == (float, True)
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_traces_have_the_operator(pre_dispatch):
+    graph = make_fx(lambda x: scaled(x, 2.0, [], None), pre_dispatch=pre_dispatch)(X).graph
     assert any(node.target is torch.ops.veomni_ops_tests.scaled.default for node in graph.nodes)
     traced = torch.jit.trace(lambda x: scaled(x, 2.0, [x], "name"), X)
     assert "veomni_ops_tests::scaled" in str(traced.graph)

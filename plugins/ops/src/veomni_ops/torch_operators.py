@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, library, nn
+from torch.autograd import profiler
 
 _PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
 # By a schema's types, what the dispatcher hands on as it is. An int for a float, say, it converts.
 _AS_IT_IS = {"Tensor": _PLAIN, "List[Tensor]": (list, tuple), **dict.fromkeys(("List[bool]", "List[str]"), (list,))}
 _AS_IT_IS |= {each.__name__: (each,) for each in (bool, float, int, str)}
+# What the dispatcher heeds in a thread, under inference_mode and without. Modes, traces and vmap add theirs.
+_INFERENCE = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+_USUAL = (_INFERENCE.add(torch._C.DispatchKey.ADInplaceOrView), _INFERENCE)
 _LIBRARIES: list[library.Library] = []  # An operator lasts as long as its library.
 
 
@@ -64,9 +68,11 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
 
 
 def _is_watched() -> bool:
-    """Whether a mode, a trace or a profiler is to see the operator."""
-    is_profiled = torch._C._autograd._profiler_enabled()
-    return bool(is_profiled or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state())
+    """Whether a mode, a trace, a transform such as vmap, or a profiler is to see the operator."""
+    is_profiled = profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()  # with all threads, or this
+    # A default device is a mode too, that of functions: to it the operator is one call, and what it calls are many.
+    has_modes = torch._C._len_torch_function_stack() or torch._C._dispatch_tls_local_include_set() not in _USUAL
+    return bool(is_profiled or has_modes)
 
 
 def _types(name: str) -> tuple[type, ...]:
