@@ -127,6 +127,13 @@ def test_what_is_looked_up_is_not_looked_up_by_triton(launches, monkeypatch):
 
 
 @compiling
+def test_a_grid_may_depend_on_the_constants(launches):
+    ours, call = made(), ((TENSORS[0], None, 16, 5, 1.0), {"FIRST": 2})
+    for _ in range(2):
+        assert launched(launches, ours, lambda given: (given["FIRST"], given["SECOND"]), *call)[1:4] == (2, 3, 1)
+
+
+@compiling
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_get_their_launches(hook, launches, monkeypatch):
     ours, call = made(), ((TENSORS[0], None, 16, 5, 1.0), {"FIRST": 1})

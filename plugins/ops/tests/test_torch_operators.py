@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -157,3 +158,17 @@ def test_compiled_calls_have_the_operator():
 def test_a_meta_tensor_gets_fake_results():
     found, how = called(torch.zeros(3, device="meta"), 2.0, [], None)
     assert found.is_meta and how == (float, False)
+
+
+def test_a_module_can_be_loaded_again(tmp_path, monkeypatch):
+    source = "from veomni_ops.torch_operators import operator\n"
+    source += "tripled = operator('veomni_ops_tests::tripled(Tensor x) -> Tensor', lambda x: {} * x, lambda x: x + x)\n"
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "defines_tripled.py").write_text(source.format(2))
+    module = importlib.import_module("defines_tripled")
+    (tmp_path / "defines_tripled.py").write_text(source.format("3.0"))
+    importlib.reload(module)
+    assert torch.equal(module.tripled(X), 3 * X)
+    assert torch.equal(torch.ops.veomni_ops_tests.tripled(X), 3 * X)
+    with Watch():
+        assert torch.equal(module.tripled(X), 3 * X)

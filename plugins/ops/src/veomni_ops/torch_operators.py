@@ -19,7 +19,7 @@ _AS_IT_IS |= {each.__name__: (each,) for each in (bool, float, int, str)}
 # What the dispatcher heeds in a thread, under inference_mode and without. Modes, traces and vmap add theirs.
 _INFERENCE = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 _USUAL = (_INFERENCE.add(torch._C.DispatchKey.ADInplaceOrView), _INFERENCE)
-_LIBRARIES: list[library.Library] = []  # An operator lasts as long as its library.
+_LIBRARIES: dict[tuple[str, str], library.Library] = {}  # An operator lasts as long as its library.
 
 
 def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,8 +39,9 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
         (tensor([2., 2.]), tensor([2., 2.]))
     """
     namespace, _, rest = schema.partition("::")
-    operators = library.Library(namespace, "FRAGMENT")
-    _LIBRARIES.append(operators)
+    key = function.__module__, schema
+    _LIBRARIES.pop(key, None)  # of a module that is loaded again
+    operators = _LIBRARIES[key] = library.Library(namespace, "FRAGMENT")
     name = operators.define(rest)
     operators.impl(name, function, "CompositeExplicitAutograd")
     library.register_fake(f"{namespace}::{name}", fake, lib=operators)

@@ -79,7 +79,7 @@ class _Launcher:
         specialized = map(self._specialized, repeat(self._backend), args, *self._flags)
         key = (device, *specialized, *constants, *constants.values())
         found, is_watched = self._found.get(key), self._is_watched()
-        if found is None or is_watched:
+        if found is None or is_watched or callable(grid):
             params = self.kernel.params
             misplaced = [param.name for param in params if param.is_constexpr == (param.num < len(args))]
             if misplaced:
