@@ -18,8 +18,8 @@ _DEEP = re.compile(rf"^\s*(?:from|import) veomni_core\.(?!(?:{'|'.join(FACES)})\
 _FAMILY = ("ops", "transformers", "conformance", "tools")
 LIMITS = {
     "lines of core/src": 8_500,
-    "lines of all sources": 99_596,  # 64,000 is the aim
-    "words of all pages": 60_989,
+    "lines of all sources": 99_609,  # 64,000 is the aim
+    "words of all pages": 61_112,
     "deep imports of the core in other plugins": 3,
 }
 
