@@ -65,7 +65,7 @@ def launches(monkeypatch):
 
 
 def launched(launches, run, grid, args, constants):
-    """What ``run`` launches, without the metadata, which Triton hands on for hooks, and the hooks."""
+    """What ``run`` launches, without the hooks, and without the metadata that only they get."""
     launches.clear()
     compiled = run[grid](*args, **constants)
     ((x, y, z, stream, function, metadata, _, _, _, *given),) = launches

@@ -42,7 +42,7 @@ def stand_in_gpu() -> Iterator[None]:
         before = driver._active
         stack.callback(setattr, driver, "_active", before)
         driver.set_active(stand_in)
-        # What a GPU is asked is remembered; a CPU's driver would be asked at each launch.
+        # A real GPU's properties are cached; the CPU's stand-in would be queried at each launch.
         gpu = triton_gpus._current()
         stack.enter_context(patch.object(triton_gpus, "_current", lambda: gpu))
         yield

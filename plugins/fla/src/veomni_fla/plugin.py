@@ -11,7 +11,7 @@ VEOMNI_PLUGIN_API_VERSION = 1
 _FLA = ("fla-core>=0.6,<0.7", "triton>=3.3", "einops")
 _FLA_KDA = ("fla-core>=0.6,<0.7", "triton>=3.4", "einops")  # 3.3.1 doesn't compile its backward
 _HALF = ("bfloat16", "float16")  # products of float32 would be TF32
-# What auto takes: before plain PyTorch (10), behind veomni-triton (60). 0 is for what no one has measured here.
+# What auto takes: before plain PyTorch (10), behind veomni-triton (60). 0: not measured here, or dearer for Python.
 _PREFERRED, _ON_REQUEST = 50, 0
 _NO_BACKENDS = "whatever FLA_* backends the environment names"
 

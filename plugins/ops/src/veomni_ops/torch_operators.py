@@ -13,7 +13,7 @@ from torch import Tensor, library, nn
 from torch.autograd import profiler
 
 _PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
-# By a schema's types, what the dispatcher hands on as it is. An int for a float, say, it converts.
+# By a schema's types, those that the dispatcher passes unchanged. It converts others, such as an int for a float.
 _AS_IT_IS = {"Tensor": _PLAIN, "List[Tensor]": (list, tuple), **dict.fromkeys(("List[bool]", "List[str]"), (list,))}
 _AS_IT_IS |= {each.__name__: (each,) for each in (bool, float, int, str)}
 # What the dispatcher heeds in a thread, under inference_mode and without. Modes, traces and vmap add theirs.
