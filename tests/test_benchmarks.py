@@ -138,6 +138,9 @@ GUARDED_OURS = {  # the contenders of a script, where listing them needs no GPU
     "causal_conv1d.triton_causal_conv1d": lambda script: script.contenders(script.CASES[0], None),
     "chunk_gated_delta_rule.triton_chunk_gated_delta_rule": lambda script: script.contenders(),
     "mamba2_scan.triton_mamba2_scan": lambda script: script.contenders(),
+    "mamba2_scan.triton_selective_scan": lambda script: script.contenders(),
+    "attention.triton_attention": lambda script: script.calls(script.SHAPES[0]),
+    "linear.triton_linear": lambda script: script.KERNELS,
 }
 
 

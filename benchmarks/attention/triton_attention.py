@@ -12,7 +12,7 @@ import argparse
 import itertools
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,8 +27,10 @@ from torch.nn.functional import scaled_dot_product_attention
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
 from benchmarks.attention.flops import causal_flops
+from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import relative_error
 from benchmarks.shared.measuring import timing
+from benchmarks.shared.memory import peak_mib_of_step
 from benchmarks.shared.results import machine, write_results
 from veomni_ops.attention import AttentionModule
 from veomni_triton import attention
@@ -116,6 +118,17 @@ def figures(shape: Shape) -> dict[str, Any]:
     if not off < 2e-2:
         raise SystemExit(f"{shape}: off by {off:.1e} of torch's")
     return {**found, "off": off}
+
+
+def compare_at(shape: Shape, only: Collection[str] | None) -> Iterator[dict[str, Any]]:
+    """The chosen contenders at one shape, as two revisions are compared."""
+    *heads, upstream = shape.drawn()
+    for name, call in memory_bound.selected(calls(shape), only).items():
+        both = partial(step, call, heads, upstream)
+        yield {"name": name, "both": asdict(timing(both)), "peak MiB": peak_mib_of_step(both, heads)}
+
+
+BENCHMARK = memory_bound.benchmark({str(shape): shape for shape in SHAPES}, compare_at, ours=(OURS,))
 
 
 def launched(shape: Shape, which: str, sizes: tuple[int, ...], timed: bool) -> tuple[float, float]:

@@ -17,10 +17,9 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,10 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
+from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import relative_error
-from benchmarks.shared.gpu_kernels import kernel_times
-from benchmarks.shared.measuring import seconds, timing, training_step
-from benchmarks.shared.memory import peak_mib_of_step
 from benchmarks.shared.results import machine, table
+from benchmarks.shared.sparse_attention import flash_attention_3, timed
 from veomni_conformance.triton_interpreter import mend_interpreter
 from veomni_ops import dsa_attention, dsa_indexer
 from veomni_ops.visible_keys import causal_ranges
@@ -118,26 +116,6 @@ def checked(name: str, shape: Shape, device: str) -> dict[str, float]:
     return found | dict(zip(("output", "dquery", "dkeys"), map(relative_error, *results), strict=True))
 
 
-def timed(forward: Callable[[], Tensor], tensors: list[Tensor], doutput: Tensor | None, device: str) -> dict[str, Any]:
-    """The forward's time, and with ``doutput`` that of both ways, its memory and its kernels."""
-
-    def time(call: Callable[[], Any]) -> dict[str, float]:
-        if device == "cuda":
-            return asdict(timing(call, rep=200))
-        low, median, high = sorted(1e3 * each for each in seconds(call, 3))
-        return {"median": median, "low": low, "high": high}
-
-    found: dict[str, Any] = {"forward": time(forward)}
-    if doutput is not None:
-        both = training_step(forward, lambda output: output.backward(doutput), tensors)
-        found["both"] = time(both)
-    if device == "cuda":
-        step = forward if doutput is None else both
-        found["peak MiB"] = peak_mib_of_step(step, tensors)
-        found["kernels ms"] = dict(list(kernel_times(step).items())[:8])
-    return found
-
-
 def rates(found: dict[str, Any], forward: float, backward: float) -> dict[str, Any]:
     """The figures with TFLOP/s; the products take ``forward`` and ``backward`` FLOP."""
     found["forward TFLOP/s"] = forward / found["forward"]["median"] / 1e9
@@ -177,12 +155,7 @@ def measured_dense(name: str, shape: Shape, device: str) -> dict[str, Any]:
     elif heads_first:
         forward = partial(F.scaled_dot_product_attention, *tensors, is_causal=True)
     else:
-        attend = import_module("flash_attn_interface").flash_attn_func
-
-        def forward() -> Tensor:
-            output = attend(*tensors, causal=True)
-            return output if isinstance(output, Tensor) else output[0]
-
+        forward = partial(flash_attention_3, *tensors)
     each = shape.tokens**2 * shape.heads
     return rates(
         timed(forward, tensors, doutput, device), each * (width + value_width), each * (3 * width + 2 * value_width)
@@ -234,6 +207,19 @@ def compare(shape: Shape, only: list[str], output: Path | None, device: str) -> 
     print("\n".join(data.get("table", ())))
     wrong = {n: off for n, off in data["off"].items() if off.pop("other choices") or max(off.values()) > ALLOWED}
     print(f"wrong: {wrong or 'none'}; raised: {data['raised'] or 'none'}")
+
+
+def compare_at(shape: Shape, only: Collection[str] | None) -> Iterator[dict[str, Any]]:
+    """Our kernels of both ops at one shape, as two revisions are compared; one that is wrong stops it."""
+    off = checked("triton", CHECKED, "cuda")
+    if off.pop("other choices") or max(off.values()) > ALLOWED:
+        raise SystemExit(f"wrong: {off}")
+    found = measured_indexer("triton", shape, "cuda")
+    yield {**found, "name": "indexer", "both": found["forward"]}
+    yield {**measured_attention("triton", shape, "cuda"), "name": "attention"}
+
+
+BENCHMARK = memory_bound.benchmark({"16384 tokens": Shape(16384, 2048)}, compare_at, ours=("indexer", "attention"))
 
 
 def tune(shape: Shape, device: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,9 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
-from benchmarks.shared.measuring import Timing, captured, timing
+from benchmarks.shared import memory_bound
+from benchmarks.shared.measuring import Timing, captured, timing, training_step
+from benchmarks.shared.memory import peak_mib_of_step
 from benchmarks.shared.results import machine, write_results
 from veomni_triton import linear
 from veomni_triton.linear.launches import Launch
@@ -64,6 +66,18 @@ def figures() -> Iterator[dict[str, Any]]:
                 "TFLOP/s": {name: 2e-9 * rows * width * outputs / time.median for name, time in times.items()},
             }
 
+
+def compare_at(widths: tuple[int, int], only: Collection[str] | None) -> Iterator[dict[str, Any]]:
+    """Forward and backward of 2048 rows, as two revisions are compared."""
+    inputs = [each.requires_grad_() for each in drawn(2048, *widths)]
+    for name, kernel in memory_bound.selected(KERNELS, only).items():
+        upstream = torch.ones_like(kernel(*inputs))
+        both = training_step(partial(kernel, *inputs), partial(torch.autograd.backward, grad_tensors=upstream), inputs)
+        yield {"name": name, "both": asdict(timing(both)), "peak MiB": peak_mib_of_step(both, inputs)}
+
+
+SHAPES = {f"2048 rows, {width} to {outputs}": (width, outputs) for width, outputs in WIDTHS}
+BENCHMARK = memory_bound.benchmark(SHAPES, compare_at, ours=(OURS,))
 
 FEW = (  # rows of a tile, columns, columns that are summed at a time, warps, and the depth of the loop's pipeline
     *((64, 16, 64, 4, 8), (64, 16, 128, 4, 6), (64, 16, 128, 4, 8), (64, 16, 256, 4, 4), (64, 32, 128, 4, 4)),

@@ -33,10 +33,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
-from benchmarks.shared import memory_bound
-from benchmarks.shared.accuracy import relative_error
+from benchmarks.shared import accuracy, memory_bound
 from benchmarks.shared.gpu_kernels import kernel_times
-from benchmarks.shared.measuring import captured, seconds, timing, training_step
+from benchmarks.shared.measuring import captured, milliseconds, timing, training_step
 from benchmarks.shared.memory import peak_mib_of_step, saved_mib
 from benchmarks.shared.results import machine, write_results
 from veomni_conformance.triton_interpreter import mend_interpreter
@@ -155,14 +154,8 @@ def errors(name: str, contender: Callable[[Shape], Scan], shape: Shape, device: 
     inputs, options, dout = drawn(shape, device)
     wide = [x.detach().double().requires_grad_() for x in inputs]
     exact = with_gradients(contenders_reference(), wide, options, dout)
-    try:
-        results = with_gradients(contender(shape), inputs, options, dout)
-    except Exception as error:  # the others are measured all the same
-        print(f"{name} at {shape} raises {type(error).__name__}: {error}", flush=True)
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    found = {what: relative_error(mine, true) for what, mine, true in zip(NAMES, results, exact, strict=True)}
-    print(f"{name} at {shape}: " + ", ".join(f"{what} {error:.1e}" for what, error in found.items()), flush=True)
-    return found
+    scan = contender(shape)
+    return accuracy.errors(f"{name} at {shape}", NAMES, lambda: with_gradients(scan, inputs, options, dout), exact)
 
 
 def contenders_reference() -> Scan:
@@ -183,20 +176,17 @@ def measure(name: str, scan: Scan, shape: Shape, device: str) -> dict[str, Any]:
 
     both = training_step(forward, backward, inputs)
     found: dict[str, Any] = {"name": name, "shape": str(shape)}
+    found |= {"forward": milliseconds(forward, device, rep=100), "both": milliseconds(both, device)}
     if device == "cpu":
-        for what, call in (("forward", forward), ("both", both)):
-            times = sorted(1e3 * each for each in seconds(call, 3))
-            found[what] = {"median": times[1], "low": times[0], "high": times[2]}
         print(found, flush=True)
         return found
     found |= {"peak MiB": peak_mib_of_step(both, inputs), "saved MiB": saved_mib(forward)}
-    found["forward"], found["both"] = asdict(timing(forward, rep=100)), asdict(timing(both, rep=200))
     print(found, flush=True)
     if replay := captured(both):
         found["graph"] = asdict(timing(replay))
     found["kernels ms"] = kernel_times(both)
-    for kernel, milliseconds in list(found["kernels ms"].items())[:12]:
-        print(f"    {milliseconds:.3f} ms {kernel[:90]}", flush=True)
+    for kernel, took in list(found["kernels ms"].items())[:12]:
+        print(f"    {took:.3f} ms {kernel[:90]}", flush=True)
     return found
 
 
@@ -321,8 +311,8 @@ def tune(only: list[str] | None) -> None:
         for (name, launches), reason in zip(every, reasons, strict=True):
             if name == what and not reason:
                 times.append((kernel_milliseconds(what, launches, SHAPES[0]), getattr(launches, what)))
-        for milliseconds, launch in sorted(times, key=lambda pair: pair[0])[:6]:
-            print(f"{what} {milliseconds:.3f} ms {launch}", flush=True)
+        for took, launch in sorted(times, key=lambda pair: pair[0])[:6]:
+            print(f"{what} {took:.3f} ms {launch}", flush=True)
     for (name, launches), reason in zip(every, reasons, strict=True):
         if reason:
             print(f"{name} {getattr(launches, name)}: {reason[:150]}")

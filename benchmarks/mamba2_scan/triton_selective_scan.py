@@ -17,8 +17,8 @@ import argparse
 import inspect
 import itertools
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
-from benchmarks.shared.accuracy import relative_error
+from benchmarks.shared import accuracy, memory_bound
 from benchmarks.shared.gpu_kernels import kernel_times
-from benchmarks.shared.measuring import seconds, timing, training_step
+from benchmarks.shared.measuring import milliseconds, training_step
 from benchmarks.shared.memory import peak_mib_of_step, saved_mib
 from benchmarks.shared.results import machine, write_results
 from veomni_conformance.triton_interpreter import mend_interpreter
@@ -121,14 +121,7 @@ def errors(name: str, scan: Scan, shape: Shape, device: str) -> dict[str, float]
     inputs, dout = drawn(shape, device)
     wide = [x.detach().double().requires_grad_() for x in inputs]
     exact = with_gradients(partial(_of_op, recurrence), wide, dout)
-    try:
-        results = with_gradients(scan, inputs, dout)
-    except Exception as error:  # the others are measured all the same
-        print(f"{name} at {shape} raises {type(error).__name__}: {error}", flush=True)
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    found = {what: relative_error(mine, true) for what, mine, true in zip(NAMES, results, exact, strict=True)}
-    print(f"{name} at {shape}: " + ", ".join(f"{what} {error:.1e}" for what, error in found.items()), flush=True)
-    return found
+    return accuracy.errors(f"{name} at {shape}", NAMES, lambda: with_gradients(scan, inputs, dout), exact)
 
 
 def measure(name: str, scan: Scan, shape: Shape, device: str) -> dict[str, Any]:
@@ -136,14 +129,11 @@ def measure(name: str, scan: Scan, shape: Shape, device: str) -> dict[str, Any]:
     forward = partial(scan, *inputs)
     both = training_step(forward, lambda output: output.backward(dout.to(output.dtype)), inputs)
     found: dict[str, Any] = {"name": name, "shape": str(shape)}
+    found |= {"forward": milliseconds(forward, device, rep=100), "both": milliseconds(both, device)}
     if device == "cpu":
-        for what, call in (("forward", forward), ("both", both)):
-            times = sorted(1e3 * each for each in seconds(call, 3))
-            found[what] = {"median": times[1], "low": times[0], "high": times[2]}
         print(found, flush=True)
         return found
     found |= {"peak MiB": peak_mib_of_step(both, inputs), "saved MiB": saved_mib(forward)}
-    found["forward"], found["both"] = asdict(timing(forward, rep=100)), asdict(timing(both, rep=200))
     found["kernels ms"] = dict(itertools.islice(kernel_times(both).items(), 12))
     print(found, flush=True)
     return found
@@ -197,6 +187,18 @@ def write(name: str, data: dict[str, Any]) -> None:
         f"More than {ALLOWED} off: {'; '.join(sorted(wrong)) or 'none'}. Not timed: {data['raised'] or 'none'}.",
         script=__file__,
     )
+
+
+def compare_at(shape: Shape, only: Collection[str] | None) -> Iterator[dict[str, Any]]:
+    """The chosen contenders at one shape; one that is wrong stops it."""
+    for name, scan in memory_bound.selected(contenders(), only).items():
+        off = errors(name, scan, CHECKED, "cuda")
+        if isinstance(off, str) or max(off.values()) > ALLOWED:
+            raise SystemExit(f"{name}: wrong: {off}")
+        yield measure(name, scan, shape, "cuda")
+
+
+BENCHMARK = memory_bound.benchmark({str(shape): shape for shape in SHAPES}, compare_at, ours=("ours",))
 
 
 def sweep() -> None:

@@ -16,7 +16,7 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -29,11 +29,12 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root, for `benchmarks`
 
+from benchmarks.shared import memory_bound
 from benchmarks.shared.accuracy import relative_error
 from benchmarks.shared.gpu_kernels import kernel_times
-from benchmarks.shared.measuring import seconds, timing, training_step
-from benchmarks.shared.memory import peak_mib_of_step
+from benchmarks.shared.measuring import training_step
 from benchmarks.shared.results import machine, table
+from benchmarks.shared.sparse_attention import flash_attention_3, timed
 from veomni_conformance.triton_interpreter import mend_interpreter
 from veomni_ops import native_sparse as ops
 from veomni_ops import native_sparse_samples as samples
@@ -95,6 +96,10 @@ def inputs(shape: Shape, device: str) -> tuple[Tensor, ...]:
     return tuple(each.requires_grad_() for each in drawn)
 
 
+def doutput_of(shape: Shape, device: str) -> Tensor:
+    return torch.randn(1, shape.tokens, shape.heads, shape.value_width, device=device).bfloat16()
+
+
 def checked(kernel: Callable[..., Tensor], shape: Shape, device: str) -> dict[str, float]:
     """How far output and gradients are off, of a call in which no choice depends on rounding."""
     sizes = samples.SMALL if device == "cpu" else ops.Sizes()
@@ -111,48 +116,24 @@ def checked(kernel: Callable[..., Tensor], shape: Shape, device: str) -> dict[st
     return dict(zip(NAMES, map(relative_error, *results), strict=True))
 
 
-def timed(forward: Callable[[], Tensor], tensors: tuple[Tensor, ...], device: str) -> dict[str, Any]:
-    """The forward's time, that of both ways, its memory and its kernels."""
-
-    def time(call: Callable[[], Any]) -> dict[str, float]:
-        if device == "cuda":
-            return asdict(timing(call, rep=200))
-        low, median, high = sorted(1e3 * each for each in seconds(call, 3))
-        return {"median": median, "low": low, "high": high}
-
-    with torch.no_grad():
-        found: dict[str, Any] = {"forward": time(forward)}
-        doutput = torch.randn_like(forward())
-    step = training_step(forward, lambda output: output.backward(doutput), tensors)
-    found["both"] = time(step)
-    if device == "cuda":
-        found["peak MiB"] = peak_mib_of_step(step, tensors)
-        found["kernels ms"] = dict(list(kernel_times(step).items())[:16])
-    return found
-
-
 def measured(kernel: Callable[..., Tensor], shape: Shape, device: str) -> dict[str, Any]:
     tensors = inputs(shape, device)
-    return timed(partial(kernel, *tensors), tensors, device)
+    return timed(partial(kernel, *tensors), tensors, doutput_of(shape, device), device)
 
 
 def measured_dense(name: str, shape: Shape, device: str) -> dict[str, Any]:
     """Causal attention of the same heads to every key."""
     query, key, value, *_ = (x.detach() for x in inputs(shape, device))
+    doutput = doutput_of(shape, device)
     if name == "FA3":
-        attend = import_module("flash_attn_interface").flash_attn_func
         tensors = tuple(x.requires_grad_() for x in (query, key, value))
-
-        def forward() -> Tensor:
-            output = attend(*tensors, causal=True)
-            return output if isinstance(output, Tensor) else output[0]
-
-        return timed(forward, tensors, device)
+        return timed(partial(flash_attention_3, *tensors), tensors, doutput, device)
     # Keys are repeated beforehand, for not every one of torch's kernels takes groups; that is not timed.
     repeats = shape.heads // shape.groups
     spread = query, key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2)
     tensors = tuple(x.transpose(1, 2).contiguous().requires_grad_() for x in spread)
-    return timed(partial(F.scaled_dot_product_attention, *tensors, is_causal=True), tensors, device)
+    dense = partial(F.scaled_dot_product_attention, *tensors, is_causal=True)
+    return timed(dense, tensors, doutput.transpose(1, 2), device)
 
 
 def write(output: Path | None, data: dict[str, Any]) -> None:
@@ -201,6 +182,17 @@ def compare(shapes: list[Shape], only: list[str], output: Path | None, device: s
     print("\n".join(data.get("table", ())))
     wrong = {name: off for name, off in data["off"].items() if not max(off.values()) <= ALLOWED}
     print(f"wrong: {wrong or 'none'}; raised: {data['raised'] or 'none'}")
+
+
+def compare_at(shape: Shape, only: Collection[str] | None) -> Iterator[dict[str, Any]]:
+    """Our kernel at one shape, as two revisions are compared; if it is wrong, nothing is measured."""
+    off = checked(ours.native_sparse, shape, "cuda")
+    if not max(off.values()) <= ALLOWED:
+        raise SystemExit(f"wrong: {off}")
+    yield {**measured(ours.native_sparse, shape, "cuda"), "name": "ours"}
+
+
+BENCHMARK = memory_bound.benchmark({"32768 tokens": Shape(32768)}, compare_at, ours=("ours",))
 
 
 def tune(shape: Shape, names: list[str]) -> None:

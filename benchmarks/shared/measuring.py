@@ -1,6 +1,7 @@
 """How a time is taken. Every benchmark that measures one itself does so here.
 
 - :func:`timing`: one call on a GPU, by CUDA events, with a cold L2 cache; the median of as many calls as fit.
+- :func:`milliseconds`: the same on a GPU, and on a CPU by the wall clock, for a try on a tiny shape.
 - :func:`captured`: the same call as a CUDA graph, to be timed in its place: the GPU's share, without Python's.
 - :func:`event_milliseconds`: whole steps on a GPU, by CUDA events, one after the other as in training.
 - :func:`seconds` and :func:`seconds_in_turns`: the wall clock, for CPUs, processes, and several GPUs at once.
@@ -16,7 +17,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,14 @@ def timing(call: Call, rep: int = 300) -> Timing:
     warm_up(call)
     median, low, high = do_bench(call, warmup=50, rep=rep, quantiles=[0.5, 0.2, 0.8])
     return Timing(median, low, high)
+
+
+def milliseconds(call: Call, device: str, rep: int = 200) -> dict[str, float]:
+    """:func:`timing` as JSON holds it. On a CPU the least, the median and the longest of three calls."""
+    if device == "cuda":
+        return asdict(timing(call, rep))
+    low, median, high = sorted(1e3 * each for each in seconds(call, 3))
+    return {"median": median, "low": low, "high": high}
 
 
 def warm_up(call: Call, times: int = 3) -> None:
