@@ -21,6 +21,7 @@ calls = []
 
 def _scaled(x, by, others=(), names=""):
     calls.append((type(by), sys._getframe(1).f_code.co_name == "call"))
+    assert not any(each.is_neg() for each in (x, *others))  # a kernel reads memory as it is
     return x * by + sum(others)
 
 
@@ -68,6 +69,7 @@ def called(*args):
 
 
 X = torch.arange(3.0)
+OTHERS = Wrapped(X), torch._neg_view(-X)
 
 
 @pytest.mark.parametrize("others", [[], [X], (X, nn.Parameter(X))], ids=["none", "list", "tuple"])
@@ -79,8 +81,8 @@ def test_plain_tensors_come_directly(others):
 
 @pytest.mark.parametrize(
     "args",
-    [(X, 2, [], None), (Wrapped(X), 2.0, [], None), (X, 2.0, [X, Wrapped(torch.zeros(3))], None)],
-    ids=["an int for a float", "a subclass", "a subclass in a list"],
+    [(X, 2, [], None), *((x, 2.0, [], None) for x in OTHERS), *((X, 2.0, [0 * X, x], None) for x in OTHERS)],
+    ids=["an int for a float", "a subclass", "an opposite sign", "a subclass in a list", "an opposite sign in a list"],
 )
 def test_what_the_dispatcher_changes_goes_through_it(args):
     found, how = called(*args)

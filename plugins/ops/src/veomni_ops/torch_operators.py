@@ -48,7 +48,7 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
     overload = getattr(getattr(torch.ops, namespace), name).default
     expected = [_types(str(argument.type)) for argument in overload._schema.arguments]
     lists = [place for place, types in enumerate(expected) if tuple in types]
-    first = next(place for place, types in enumerate(expected) if tuple in types or types == _PLAIN)
+    alone = [place for place, types in enumerate(expected) if Tensor in types]
     accepted: set[tuple[type, ...]] = set()
 
     def call(*args: Any) -> Any:
@@ -59,11 +59,11 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
             if not all(each in types for each, types in zip(found, expected, strict=True)):
                 return overload(*args)
             accepted.add(found)
-        for place in lists:
-            if not {*map(type, args[place])}.issubset(_PLAIN):
-                return overload(*args)
-        tensor = args[first][0] if first in lists else args[first]
-        return overload(*args) if tensor.is_meta else function(*args)
+        tensors = [x for place in alone if (x := args[place]) is not None] + [x for each in lists for x in args[each]]
+        # Not without data, nor of the opposite sign of what memory holds, as the imaginary part of a conjugate is.
+        if tensors[0].is_meta or any(map(Tensor.is_neg, tensors)) or not {*map(type, tensors)}.issubset(_PLAIN):
+            return overload(*args)
+        return function(*args)
 
     return call
 
