@@ -279,7 +279,7 @@ TABLES: dict[str, dict[str, Table]] = {
         "steps": Table(
             {"": ("sharded_qwen3_moe_2_h200", "sharded_llama_tp_2_h200", "sharded_qwen3_vl_2_h200")},
             ("kernels",),
-            (*_STEP, "peak GB of a GPU", "speed", "memory"),
+            (*_MFU, "peak GB of a GPU", "speed", "memory"),
             libraries=(*_LIGER, "flash-attn-4"),
         )
     },
