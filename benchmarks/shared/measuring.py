@@ -167,8 +167,6 @@ def drop_gradients(inputs: Iterable[Tensor]) -> None:
 
 def captured(step: Call) -> Call | None:
     """A replay of ``step`` as one CUDA graph: the GPU's share alone. ``None`` if it can't be captured."""
-    from veomni_trainer.loop.step_graphs import forget_failed_capture  # here, for those who measure CPUs without it
-
     before, stream, graph = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     try:
         with torch.cuda.stream(stream):
@@ -176,6 +174,8 @@ def captured(step: Call) -> Call | None:
             with torch.cuda.graph(graph, stream=stream):
                 step()
     except (AssertionError, RuntimeError) as error:  # FlashQLA asserts that what it derives from a call is known
+        from veomni_trainer.loop.step_graphs import forget_failed_capture  # its imports take seconds
+
         print(f"not captured: {[*str(error).splitlines(), type(error).__name__][0]}")
         forget_failed_capture(before)
         return None
