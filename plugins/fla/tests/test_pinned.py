@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import torch
 
+from veomni_fla.chunk_gated_delta_rule import with_denormals
 from veomni_fla.pinned import pinned
 
 BACKENDS = """
@@ -27,6 +28,7 @@ BACKENDS = """
     dispatch = BackendRegistry().dispatch
 """
 OPS = """
+    import dataclasses
     import functools
     import torch
     from small_library.backends import dispatch
@@ -64,6 +66,15 @@ OPS = """
     @dispatch
     def doubled(x):
         return [Doubled.apply(each) for each in (x,)][0]
+
+    @dataclasses.dataclass
+    class JITImpl:
+        pass_configs: dict | None
+
+    with_fast_math, plain = JITImpl({"tl.enable_fast_math": True}), JITImpl(None)
+
+    def compiled():
+        return with_fast_math.pass_configs, plain.pass_configs
 """
 
 
@@ -90,6 +101,12 @@ def test_another_implementation_can_be_chosen_for_the_copy(ops):
     copy = pinned(ops.even, {"gradients": lambda x: "the chosen one's"})
     assert copy(4, None) == "the chosen one's" and ops.even(4, None) == "the default's"
     assert (copy.__name__, copy.__module__) == ("even", "small_library.ops")
+
+
+def test_kernels_in_tilelang_are_compiled_with_denormals_for_the_copy(ops):
+    flags = {"tl.device_compile_flags": ["--ftz=false"]}
+    assert pinned(ops.compiled, compiled=with_denormals)() == ({"tl.enable_fast_math": True, **flags}, flags)
+    assert ops.compiled() == pinned(ops.compiled)() == ({"tl.enable_fast_math": True}, None)
 
 
 def test_an_implementation_for_what_the_library_does_not_dispatch_is_refused(ops):

@@ -20,20 +20,22 @@ from torch.autograd import Function
 from veomni_core.kernels import first_derivatives_only
 
 _Value = TypeVar("_Value")
+_Chosen, _Compiled = Mapping[str, Callable[..., Any]], Callable[[Any], Any]
 _DISPATCHER = "BackendRegistry.dispatch."  # how the qualified name of fla's dispatchers begins
 
 
-def pinned(function: _Value, chosen: Mapping[str, Callable[..., Any]] | None = None) -> _Value:
+def pinned(function: _Value, chosen: _Chosen | None = None, compiled: _Compiled | None = None) -> _Value:
     """A copy of ``function`` that calls the implementations that its library has by default, or those ``chosen``.
 
     Args:
         function: a function, or an autograd function, of a package. What it calls in this package is copied too.
         chosen: what is called in the place of a dispatched function, by the function's name.
+        compiled: makes of each kernel in TileLang the one that is called in its place.
 
     Raises:
         ImportError: no function of a name in ``chosen`` is dispatched, so the library is another one than expected.
     """
-    copies = _Copies(function.__module__.partition(".")[0], chosen or {})
+    copies = _Copies(function.__module__.partition(".")[0], chosen or {}, compiled)
     copy = copies.of(function)
     if never := sorted({*copies.chosen} - copies.met):
         raise ImportError(
@@ -45,13 +47,15 @@ def pinned(function: _Value, chosen: Mapping[str, Callable[..., Any]] | None = N
 class _Copies:
     """The copies of one package's functions that belong together."""
 
-    def __init__(self, package: str, chosen: Mapping[str, Callable[..., Any]]) -> None:
-        self.package, self.chosen, self.met = package, chosen, set[str]()
+    def __init__(self, package: str, chosen: _Chosen, compiled: _Compiled | None) -> None:
+        self.package, self.chosen, self.compiled, self.met = package, chosen, compiled, set[str]()
         self._made: dict[Any, Any] = {}
         self._namespaces: dict[str, dict[str, Any]] = {}
 
     def of(self, value: Any) -> Any:
         """The copy of ``value``; itself, if it is nothing of the package that can be copied."""
+        if self.compiled and type(value).__name__ == "JITImpl":
+            return self.compiled(value)
         if not isinstance(value, (FunctionType, type)) or not self._is_of_package(value.__module__):
             return value
         if value not in self._made:
