@@ -97,6 +97,7 @@ def inputs(shape: Shape, device: str) -> tuple[Tensor, ...]:
 
 
 def doutput_of(shape: Shape, device: str) -> Tensor:
+    """The gradient of the output."""
     return torch.randn(1, shape.tokens, shape.heads, shape.value_width, device=device).bfloat16()
 
 
