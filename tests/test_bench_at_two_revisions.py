@@ -186,6 +186,18 @@ def test_a_benchmark_that_measures_nothing_of_ours_is_no_pass(repository, compar
     assert "measured none of ['stub'] at ['small']" in printed
 
 
+def test_one_process_measures_several_and_what_fails_is_tried_alone(repository, revisions, capfd):
+    repository.kernel()
+    repository.write("benchmarks/linear/linear.py", (repository.folder / SCRIPT).read_text(encoding="utf-8"))
+    repository.write("benchmarks/dsa/dsa.py", "raise ValueError('a broken script')")
+    names = ("kda", "dsa", "linear")
+    kda, dsa, linear = (revisions("selection").Guarded(f"{name}/{name}.py", "cpu", ("stub",)) for name in names)
+    found = revisions("turns").OneProcess("head", repository.folder, repository.folder, ["--first"])([kda, dsa, linear])
+    assert [*found[kda]] == [("stub", "small")] and found[linear] == found[kda]
+    assert found[dsa].startswith("the head failed") and "ValueError: a broken script" in found[dsa]
+    assert capfd.readouterr().err.splitlines() == ["kda on cpu, dsa on cpu, linear on cpu: head", "dsa on cpu: head"]
+
+
 def test_what_has_not_changed_is_not_run(repository, compare):
     repository.kernel()
     repository.commit()

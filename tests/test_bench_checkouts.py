@@ -68,9 +68,25 @@ def test_a_stop_by_sigterm_leaves_neither_files_nor_processes(repository, tmp_pa
 
 def test_processes_take_turns(revisions):
     said = []
-    runs = revisions("turns").in_turns(lambda: said.append("base"), lambda: said.append("head"), 4)
+
+    def process(which):
+        return lambda asked: said.append(which) or {key: {} for key in asked}
+
+    found = revisions("turns").in_turns(process("base"), process("head"), ["kda", "linear"], 4)
     assert said == ["base", "head", "head", "base"] * 2
-    assert (len(runs.base), len(runs.head)) == (4, 4)
+    assert [(len(runs.base), len(runs.head)) for runs in found.values()] == [(4, 4)] * 2
+
+
+def test_what_fails_is_not_measured_again_and_others_are(revisions):
+    turns, asked = revisions("turns"), []
+
+    def head(those):
+        asked.append([*those])
+        return {each: turns.NotMeasured("broken") if each == "kda" else {} for each in those}
+
+    found = turns.in_turns(lambda those: {key: {} for key in those}, head, ["kda", "linear"], 2)
+    assert found["kda"] == "broken" and len(found["linear"].base) == len(found["linear"].head) == 2
+    assert asked == [["kda", "linear"], ["linear"]]
 
 
 def test_packages_of_another_folder_are_refused(revisions, tmp_path):

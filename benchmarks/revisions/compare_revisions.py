@@ -4,9 +4,9 @@
     make bench BASE=main ONLY="kda rms_norm" PAIRS=10
 
 The benchmarks are those of the working tree; each process has the packages of one of the two revisions. Processes take
-turns. Of each kernel and shape the ratio of head and base is printed, as the median over pairs of processes with an
-interval, for the time of forward and backward and for the peak memory. Exits with 1 if an interval lies above 1.03 as
-a whole, with 2 if something could not be measured.
+turns; one measures all that is measured on a GPU, or one benchmark of a CPU. Of each kernel and shape the ratio of head
+and base is printed, as the median over pairs of processes with an interval, for the time of forward and backward and
+for the peak memory. Exits with 1 if an interval lies above 1.03 as a whole, with 2 if something could not be measured.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None, repository: Path = ROOT, guarde
     parser.add_argument("--devices", nargs="+", choices=("cpu", "cuda"), help="those that are here, unless given")
     parser.add_argument("--pairs", type=int, default=FEWEST_PAIRS, help="processes of each revision")
     parser.add_argument("--shapes", nargs="+", default=[], metavar="NAME", help="of the benchmark; all, unless given")
+    parser.add_argument("--first", action="store_true", help="the first shape of each benchmark alone")
     parser.add_argument("--repeats", type=int, help="turns of a process; the benchmark's own number, unless given")
     options = parser.parse_args(arguments)
     devices = options.devices or _devices()
@@ -59,17 +60,23 @@ def main(arguments: Sequence[str] | None = None, repository: Path = ROOT, guarde
     with checked_out(repository, base) as files:
         for path in gone(files, repository):
             print(f"gone: {path} is not in the working tree, and what it measured is not compared", flush=True)
-        for each in chosen:
-            script, own = (folder / "benchmarks" / each.script for folder in (repository, files))
-            of_base = OneProcess(each, "base", files, script, own, options.shapes, options.repeats)
-            of_head = OneProcess(each, "head", repository, script, script, options.shapes, options.repeats)
-            try:
-                runs = in_turns(of_base, of_head, options.pairs)
-            except NotMeasured as error:
-                failures.append(f"{each} was not measured: {error}")
-                continue
-            found.extend(rows(str(each), runs))
+        asked = ["--repeats", str(options.repeats)] if options.repeats else []
+        asked += ["--first"] if options.first else ["--shapes", *options.shapes] if options.shapes else []
+        of_base = OneProcess("base", files, repository, asked)
+        of_head = OneProcess("head", repository, repository, asked)
+        for together in in_one_process(chosen):
+            for each, runs in in_turns(of_base, of_head, together, options.pairs).items():
+                if isinstance(runs, NotMeasured):
+                    failures.append(f"{each} was not measured: {runs}")
+                else:
+                    found.extend(rows(str(each), runs))
     return _report(found, failures)
+
+
+def in_one_process(chosen: Sequence[Guarded]) -> list[list[Guarded]]:
+    """Those of a GPU together, since importing takes longer than measuring; on a CPU they would share a heap."""
+    on_gpus = [each for each in chosen if each.device == "cuda"]
+    return [*([each] for each in chosen if each.device != "cuda"), *([on_gpus] if on_gpus else [])]
 
 
 def gone(base: Path, head: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Runs one benchmark at two revisions, in fresh processes that take turns."""
+"""Runs benchmarks at two revisions, in fresh processes that take turns."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Figure:
 Figures = dict[tuple[str, str], Figure]  # by the kernel and the shape
 
 
-class Lacks(Exception):
-    """The revision has no such kernel."""
+class Lacks(str):
+    """Why the revision has no such kernel."""
 
 
-class NotMeasured(Exception):
-    """The benchmark failed; the message is the end of what it printed."""
+class NotMeasured(str):
+    """The end of what a benchmark that failed printed."""
 
 
 @dataclass
@@ -45,72 +45,79 @@ class Runs:
     base_lacks: str = ""
 
 
-def in_turns(of_base: Callable[[], Figures], of_head: Callable[[], Figures], pairs: int) -> Runs:
+Measure = Callable[[Sequence[Guarded]], dict[Guarded, Figures | Lacks | NotMeasured]]
+
+
+def in_turns(
+    of_base: Measure, of_head: Measure, asked: Sequence[Guarded], pairs: int
+) -> dict[Guarded, Runs | NotMeasured]:
     """Measure both in pairs: base and head, head and base, and so on, so that what drifts meets both alike.
 
-    Where the base lacks the kernels, the head is measured once, for their names.
+    Where the base lacks the kernels, the head is measured once, for their names. What fails is not tried again.
     """
-    runs = Runs()
-    turns = [(of_base, runs.base), (of_head, runs.head)]
+    found: dict[Guarded, Runs | NotMeasured] = {each: Runs() for each in asked}
+    turns = [("base", of_base), ("head", of_head)]
     for _ in range(pairs):
-        for measure, figures in turns:
-            try:
-                figures.append(measure())
-            except Lacks as error:
-                return Runs(head=[of_head()], base_lacks=str(error))
+        for which, measure in turns:
+            left = [each for each, runs in found.items() if isinstance(runs, Runs) and not runs.base_lacks]
+            for each, figures in measure(left).items() if left else ():
+                if isinstance(figures, Lacks):
+                    of_names = of_head([each])[each]
+                    found[each] = of_names if isinstance(of_names, NotMeasured) else Runs([], [of_names], figures)
+                elif isinstance(figures, NotMeasured):
+                    found[each] = figures
+                else:
+                    getattr(found[each], which).append(figures)
         turns.reverse()
-    return runs
+    return found
 
 
 @dataclass
 class OneProcess:
-    """Measures a revision in a fresh process, each time that it is called.
+    """Measures benchmarks at a revision in a fresh process, each time that it is called.
 
     Attributes:
-        guarded: what is measured.
         which: ``"base"`` or ``"head"``.
         packages_of: the revision's files.
-        script: the benchmark. It is the head's for both, so that both are asked the same.
-        own_script: the revision's own, which takes its place if the revision lacks what ``script`` imports: a commit
-            that renames what only a benchmark imports is no reason not to compare.
-        shapes: their names; all if there are none.
-        repeats: turns of the process.
+        scripts: the folder of the scripts. It is the head's for both, so that both are asked the same.
+        options: of ``one_process``: shapes and repeats.
+        own: the benchmarks that the revision measures by its own script, since it lacks what the head's imports: a
+            commit that renames what only a benchmark imports is no reason not to compare.
     """
 
-    guarded: Guarded
     which: str
     packages_of: Path
-    script: Path
-    own_script: Path
-    shapes: Sequence[str] = ()
-    repeats: int | None = None
+    scripts: Path
+    options: Sequence[str] = ()
+    own: set[Guarded] = field(default_factory=set)
 
-    def __call__(self) -> Figures:
-        """The figures of one process.
-
-        Raises:
-            Lacks: the base has no such package, module or name of ours as its benchmark asks for.
-            NotMeasured: the process failed for another reason.
-        """
-        print(f"{self.guarded}: {self.which}", file=sys.stderr, flush=True)
-        asked = ["--device", self.guarded.device, "--ours", "--packages-of", str(self.packages_of)]
-        asked += ["--repeats", str(self.repeats)] if self.repeats else []
-        asked += ["--shapes", *self.shapes] if self.shapes else []
-        command = [sys.executable, "-m", "benchmarks.shared.one_process", str(self.script), *asked]
+    def __call__(self, asked: Sequence[Guarded]) -> dict[Guarded, Figures | Lacks | NotMeasured]:
+        """What one process found of each; all are measured on the device of the first."""
+        print(f"{', '.join(map(str, asked))}: {self.which}", file=sys.stderr, flush=True)
+        paths = {str(self._script(each)): each for each in asked}
+        options = ["--device", asked[0].device, "--ours", "--packages-of", str(self.packages_of), *self.options]
+        command = [sys.executable, "-m", "benchmarks.shared.one_process", *paths, *options]
         result = subprocess.run(command, env=_environment(self.packages_of), cwd=_HERE, capture_output=True, text=True)
-        if result.returncode:
-            end = [*result.stdout.splitlines()[-3:], *result.stderr.splitlines()[-8:]]
-            raise NotMeasured("\n".join([f"the {self.which} failed", *end]))
-        printed = json.loads(result.stdout.splitlines()[-1])
-        if "lacks" not in printed:
-            return dict(_read(printed["figures"]))
-        if self.which == "head":  # a broken import, since its own benchmark asks for it
-            raise NotMeasured(f"the head failed\n{printed['lacks']}")
-        if self.script == self.own_script or not self.own_script.is_file():
-            raise Lacks(printed["lacks"])
-        print(f"{self.guarded}: the {self.which} is measured by its own script, since: {printed['lacks']}", flush=True)
-        self.script = self.own_script
-        return self()
+        lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"script": ')]
+        printed = {paths[line["script"]]: line for line in lines}
+        end = [*result.stdout.splitlines()[-3:], *result.stderr.splitlines()[-8:]]
+        return {each: self._read(each, printed.get(each, {"failed": "\n".join(end)}), len(asked)) for each in asked}
+
+    def _read(self, each: Guarded, printed: dict[str, Any], together: int) -> Figures | Lacks | NotMeasured:
+        if "figures" in printed:
+            return dict(_figures(printed["figures"]))
+        if together > 1:  # what another of them imported or broke may be why
+            return self([each])[each]
+        if "failed" in printed or self.which == "head":  # a broken import, since its own benchmark asks for it
+            return NotMeasured(f"the {self.which} failed\n{printed.get('failed') or printed['lacks']}")
+        if each in self.own or not (self.packages_of / "benchmarks" / each.script).is_file():
+            return Lacks(printed["lacks"])
+        print(f"{each}: the {self.which} is measured by its own script, since: {printed['lacks']}", flush=True)
+        self.own.add(each)
+        return self([each])[each]
+
+    def _script(self, each: Guarded) -> Path:
+        return (self.packages_of if each in self.own else self.scripts) / "benchmarks" / each.script
 
 
 def _environment(packages_of: Path) -> dict[str, str]:
@@ -119,7 +126,7 @@ def _environment(packages_of: Path) -> dict[str, str]:
     return {**os.environ, **KEEP_FREED_MEMORY, "PYTHONPATH": os.pathsep.join(map(str, path))}
 
 
-def _read(printed: dict[str, Any]) -> Iterable[tuple[tuple[str, str], Figure]]:
+def _figures(printed: dict[str, Any]) -> Iterable[tuple[tuple[str, str], Figure]]:
     for shape, found in printed.items():
         for kernel, seconds in found["seconds"].items():
             yield (kernel, shape), Figure(seconds, found["peak bytes"][kernel]["both"])

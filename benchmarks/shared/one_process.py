@@ -1,9 +1,10 @@
-"""What one script measures in this process, as JSON: scripts of several processes and comparisons of revisions ask it.
+"""What scripts measure in this process, a line of JSON for each: comparisons of revisions and of processes ask it.
 
     python -m benchmarks.shared.one_process benchmarks/causal_conv1d/causal_conv1d.py --shapes float32 --ours
 
-With ``--packages-of ROOT`` the packages that are imported must be those of the repository at ``ROOT``. What that
-revision lacks is said in place of figures.
+Of several scripts one that fails says so in its line, and the others are measured. With ``--packages-of ROOT`` the
+packages that are imported must be those of the repository at ``ROOT``. What that revision lacks is said in place of
+figures.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,10 +29,11 @@ class Lacking(Exception):
     """The revision has no such kernel; the message says what was looked for."""
 
 
-def measured(script: Path, device: str, names: list[str], ours: bool, repeats: int | None) -> dict[str, Any]:
+def measured(script: Path, options: argparse.Namespace) -> dict[str, Any]:
     """What the script's ``BENCHMARK`` measures, by the shape's name."""
-    benchmark = benchmark_of(script)
+    benchmark, device = benchmark_of(script), options.device
     shapes = benchmark.shapes.get(device, {})
+    names = list(shapes)[:1] if options.first else options.shapes
     if unknown := [name for name in names if name not in shapes]:
         raise SystemExit(f"{script} has no shape {unknown} on {device}; it has {list(shapes)}")
     if not shapes:
@@ -39,8 +42,8 @@ def measured(script: Path, device: str, names: list[str], ours: bool, repeats: i
         import torch
 
         torch.set_num_threads(benchmark.threads)
-    only = benchmark.ours if ours else None
-    turns = repeats or benchmark.repeats
+    only = benchmark.ours if options.ours else None
+    turns = options.repeats or benchmark.repeats
     figures = {name: benchmark.measure(shapes[name], device, turns, only) for name in names or shapes}
     if empty := [name for name, found in figures.items() if not found["seconds"]]:
         raise SystemExit(f"{script} measured none of {list(benchmark.ours)} at {empty}")
@@ -82,25 +85,32 @@ def refuse_others(root: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("script", type=Path)
+    parser.add_argument("scripts", nargs="+", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--shapes", nargs="+", default=[], metavar="NAME", help="all that it has, unless they are given"
     )
+    parser.add_argument("--first", action="store_true", help="each script's first shape alone")
     parser.add_argument("--ours", action="store_true", help="this repository's kernels, without their peers")
     parser.add_argument("--repeats", type=int, help="turns; the script's own number, unless it is given")
     parser.add_argument("--packages-of", type=Path, metavar="ROOT", help="refuse packages of other folders")
     options = parser.parse_args()
+    for script in options.scripts:
+        print(json.dumps({"script": str(script), **_outcome(script, options)}), flush=True)
+
+
+def _outcome(script: Path, options: argparse.Namespace) -> dict[str, Any]:
     try:
-        figures = measured(options.script, options.device, options.shapes, options.ours, options.repeats)
+        figures = measured(script, options)
         if options.packages_of:
             refuse_others(options.packages_of)
-    except Exception as error:
-        if options.packages_of is None or (why := lacking(error)) is None:
+    except (Exception, SystemExit) as error:
+        if options.packages_of and (why := lacking(error)):
+            return {"lacks": why}
+        if len(options.scripts) == 1:
             raise
-        print(json.dumps({"lacks": why}))
-    else:
-        print(json.dumps({"figures": figures}))
+        return {"failed": "\n".join(traceback.format_exc().splitlines()[-8:])}
+    return {"figures": figures}
 
 
 if __name__ == "__main__":
