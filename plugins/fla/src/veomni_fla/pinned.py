@@ -20,7 +20,8 @@ from torch.autograd import Function
 from veomni_core.kernels import first_derivatives_only
 
 _Value = TypeVar("_Value")
-_Chosen, _Compiled = Mapping[str, Callable[..., Any]], Callable[[Any], Any]
+_Chosen = Mapping[str, Callable[..., Any]]
+_Compiled = Callable[[Any], Any]
 _DISPATCHER = "BackendRegistry.dispatch."  # how the qualified name of fla's dispatchers begins
 
 
