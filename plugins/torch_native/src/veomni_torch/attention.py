@@ -19,6 +19,7 @@ from veomni_ops.attention_blocks import TORCH
 
 _MOVES_16_BYTES = ("cuda",)  # device types whose kernels load 16 bytes at once without checking alignment
 _MOST_PAIRS = 2**32  # above it a fused kernel computes a mask row's offset in 32 bits, and wraps (pytorch issue 187227)
+_VERY_LOW = -1e3  # beside it float32 holds the logarithm of a sum to 3e-5, which is the share that weights are off by
 # Contains position_bias in the versions of transformers whose T5 passes it.
 _COMPUTED = inspect.signature(sdpa_attention_forward).parameters
 
@@ -136,9 +137,9 @@ def _attended(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tens
 
     In 16 bits they take a position bias' gradient from the rounded output: on an H100 (2.11) single elements were off
     by a tenth, where the unfused code is off by 4e-3. Where the mask alone requires a gradient, those of GPUs (2.11)
-    save nothing for backward, and raise. Where it gives the lowest number to all keys of a query, the mean of the
-    values is wanted: those of GPUs (2.11) were off by half, and that of CPUs (2.13) gave gradients as many times too
-    large as there are keys.
+    save nothing for backward, and raise. Where it gives numbers such as -1e9 or the lowest to all keys of a query, the
+    mean of the values is wanted: those of GPUs (2.11) were off by half, and that of CPUs (2.13) gave gradients as many
+    times too large as there are keys. They keep the logarithm of a sum, in which the number of keys is lost.
     """
     if mask is None or not mask.is_floating_point() or not mask.numel():
         return sdpa_attention_forward(module, query, key, value, mask, **options)[0]  # type: ignore[no-any-return]
@@ -158,11 +159,11 @@ def _attended(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tens
 
 
 def _may_hide_all_keys(mask: Tensor) -> bool:
-    """Whether a row of an added mask has the lowest numbers alone. A graph that is recorded can't depend on it."""
+    """Whether a row of an added mask has very low numbers alone. A graph that is recorded can't depend on it."""
     recorded = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
     if recorded or mask.is_meta:
         return True
-    return bool((mask.detach().amax(dim=-1) <= torch.finfo(mask.dtype).min / 2).any())
+    return bool((mask.detach().amax(dim=-1) <= _VERY_LOW).any())
 
 
 def _readable(heads: Tensor) -> Tensor:

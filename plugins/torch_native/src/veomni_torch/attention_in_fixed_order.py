@@ -85,12 +85,15 @@ def _forward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The output ``[B, S, H, Dv]``, and for backward the logarithm of each row's sum ``[B, H, S]``."""
+    """The output ``[B, S, H, Dv]``, and for backward each row's largest score and its sum beside that ``[2, B, H, S]``.
+
+    One logarithm of both would lose the sum where a mask adds -1e9 to all scores of a row.
+    """
     batch, heads, queries, _ = query.shape
     wide = compute_dtype(query)
     width, groups = value.shape[-1], heads // key.shape[1]
     result = torch.zeros(batch, heads, queries, width, dtype=wide)
-    log_sums = torch.zeros(batch, heads, queries, dtype=wide)
+    sums = torch.zeros(2, batch, heads, queries, dtype=wide)
     for b in range(batch):
         q_KGSD = _widened(query[b].unflatten(0, (-1, groups)).to(wide) * scale)
         k_KLD, v_KLD = _widened(key[b].to(wide)), _widened(value[b].to(wide))
@@ -116,28 +119,20 @@ def _forward(
                     )
                     state = _next(state, scores, _filled(v_KLD[:, block], 1, _KEYS))
                 largest, total, sum_KRD = state
-                outputs = (sum_KRD / torch.where(total == 0, 1.0, total)).unflatten(1, (groups, _QUERIES)).flatten(0, 1)
-                logs = (
-                    torch.where(total == 0, 0.0, largest + total.log()).unflatten(1, (groups, _QUERIES)).flatten(0, 1)
-                )
+                largest, total = torch.where(total == 0, 0.0, largest), torch.where(total == 0, 1.0, total)
+                found = (sum_KRD / total, largest, total)
+                outputs, *of_rows = (each.unflatten(1, (groups, _QUERIES)).flatten(0, 1) for each in found)
                 places = [row - at for row in own]
                 result[b, :, own] = outputs[:, places, :width]
-                log_sums[b, :, own] = logs[:, places, 0]
-    return result.transpose(1, 2).to(query.dtype).contiguous(), log_sums
+                for kept, each in zip(sums, of_rows, strict=True):
+                    kept[b, :, own] = each[:, places, 0]
+    return result.transpose(1, 2).to(query.dtype).contiguous(), sums
 
 
 @_forward.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    s_aux: Tensor | None,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, heads, queries, _ = query.shape
-    sums = query.new_empty(batch, heads, queries, dtype=compute_dtype(query))
+    sums = query.new_empty(2, batch, heads, queries, dtype=compute_dtype(query))
     return query.new_empty(batch, queries, heads, value.shape[-1]), sums
 
 
@@ -150,12 +145,12 @@ def _backward(
     mask: Tensor,
     s_aux: Tensor | None,
     output: Tensor,
-    log_sums: Tensor,
+    sums: Tensor,
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value and sinks (without elements if there are none), from whole rows of scores."""
-    wide, groups = log_sums.dtype, query.shape[1] // key.shape[1]
+    wide, groups = sums.dtype, query.shape[1] // key.shape[1]
     dquery, dkey, dvalue = (torch.zeros(each.shape, dtype=wide) for each in (query, key, value))
     dsinks = torch.zeros(0 if s_aux is None else query.shape[1], dtype=wide)
     for b in range(query.shape[0]):
@@ -173,7 +168,8 @@ def _backward(
                 scores = scores * _of_tile(kept_HSL[:, rows], scores, groups)
                 scores = scores + _of_tile(added_HSL[:, rows], scores, groups)
             scores = scores.masked_fill(~_of_tile(seen_HSL[:, rows], scores, groups), -torch.inf)
-            p_KRL = (scores - log_sums[b, :, rows].reshape(-1, groups * size, 1)).exp()
+            largest, total = (each[b, :, rows].reshape(-1, groups * size, 1) for each in sums)
+            p_KRL = (scores - largest).exp() / total
             dvalue[b] += p_KRL.mT @ dy_KRD
             ds_KRL = p_KRL * (dy_KRD @ v_KLD.mT - delta_HS.reshape(-1, groups * size, 1))
             if softcap is not None:
@@ -182,23 +178,15 @@ def _backward(
             dquery[b, :, rows] = (ds_KRL @ k_KLD).unflatten(1, (groups, size)).flatten(0, 1)
             dkey[b] += ds_KRL.mT @ q_KRD
             if s_aux is not None:
-                dsinks -= ((s_aux.to(wide)[:, None] - log_sums[b, :, rows]).exp() * delta_HS).sum(-1)
+                largest, total = sums[:, b, :, rows]
+                dsinks -= ((s_aux.to(wide)[:, None] - largest).exp() / total * delta_HS).sum(-1)
     dsinks = query.new_empty(0) if s_aux is None else dsinks.to(s_aux.dtype)
     return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), dsinks
 
 
 @_backward.register_fake
 def _(
-    upstream: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    s_aux: Tensor | None,
-    output: Tensor,
-    log_sums: Tensor,
-    scale: float,
-    softcap: float | None,
+    upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s_aux: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     operands = (query, key, value, query.new_empty(0) if s_aux is None else s_aux)
     return tuple(each.new_empty(each.shape) for each in operands)  # type: ignore[return-value]

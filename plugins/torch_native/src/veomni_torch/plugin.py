@@ -56,7 +56,7 @@ def veomni_kernels() -> list[KernelSpec]:
     )
     return [
         *_in_fixed_order("linear", ("standard",), "linear:{variant}"),
-        # With masks as for eager attention, which hide what that hides, in any model.
+        # In eager attention's place with its masks, which hide what that hides, in any model.
         *_in_fixed_order(
             "attention",
             ("standard",),

@@ -87,12 +87,14 @@ def registered(model: nn.Module, kernel: Function, spec: KernelSpec, replaces_ea
     Raises:
         KernelLoadError: the function that builds the mask can't be imported.
     """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     mask = next((_INTERFACES[feature] for feature in spec.features if feature in _INTERFACES), "sdpa")
     given: Function | None = spec.load_mask()
-    if replaces_eager and given is None:  # a mask of the kernel's own kind can't be read
+    if given is eager_mask and not replaces_eager:  # it gives a mean where a query sees no key, and others zeros
+        given = None
+    if replaces_eager and given in (None, eager_mask):  # a mask of the kernel's own kind can't be read
         kernel = like_eager(kernel, from_the_first_key=mask != _INTERFACES[MASK_FEATURES["flash_attention"]])
     builder = given or builder_of(mask)
     with _lock:

@@ -62,7 +62,7 @@ def with_means(
             shift = _shift(query, key, (value - mean).detach(), bias, options.get("scaling"))
             means = means + (shift - shift.detach())
     where = unseen.transpose(1, 2).unsqueeze(-1)  # [B, S, 1 or Hq, 1]
-    return torch.where(where, means.transpose(1, 2).to(output.dtype), output)
+    return torch.where(where, means.transpose(1, 2).to(output.dtype), output).contiguous()  # JetMoe views it
 
 
 def _shift(query: Tensor, key: Tensor, away: Tensor, bias: Tensor | None, scaling: float | None) -> Tensor:

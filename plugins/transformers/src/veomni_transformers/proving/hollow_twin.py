@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from veomni_transformers.proving import probe
@@ -17,9 +18,10 @@ FREQUENCIES = "inv_freq"
 # Eleven positions: no released model has eleven heads, so the length can be recognised among a tensor's dimensions.
 BATCH, LENGTH = 2, 11
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-ZERO = torch.zeros((), dtype=torch.bfloat16, device="cpu")
+with unset_fake_temporarily():  # the first model of a process may be bound under fake tensors
+    ZERO = torch.zeros((), dtype=torch.bfloat16, device="cpu")
+    _POSITIONS = ZERO.expand(BATCH, LENGTH, 1)  # what a linear is taken to get where an unknown argument left it None
 _IN_PLACE = re.compile(r"\w*[a-z]_|__i(and|or|xor)__")  # torch's name of `x += y` is add_
-_POSITIONS = ZERO.expand(BATCH, LENGTH, 1)  # what a linear is taken to get where an unknown argument left it None
 
 
 def hollow_twin(module: nn.Module) -> nn.Module:
