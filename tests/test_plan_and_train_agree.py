@@ -103,7 +103,7 @@ BAD = {
     ),
     "no such template": (
         changed(model__weights="spoken", data__chat_template="none.jinja"),
-        "data.chat_template: none.jinja can't be read as text",
+        "none.jinja can't be read as text",
     ),
     "no such tokenizer": (changed(data__tokenizer="nowhere/tokenizer.json"), "data.tokenizer: there is no file"),
 }

@@ -25,6 +25,7 @@ Train = Callable[..., bool]
     [
         ("model.config.model_type=lama", UnknownNameError, "model_type 'lama' is unknown. Did you mean 'llama'?"),
         ("model.config.hiden_size=3", UnknownNameError, "llama has no such key. Did you mean 'hidden_size'?"),
+        ("model.config.num_layers=3", UnknownNameError, "llama has no such key. Did you mean 'num_hidden_layers'?"),
         ("model.config.vocab_size=200", ConfigError, "vocab_size is 200, but data.tokenizer has 257 tokens"),
         ("data.sequence_length=65", ConfigError, "65, but the model's max_position_embeddings is 64"),
         ("data.sequence_length=6000", ConfigError, "max_position_embeddings is 64; lower data.sequence_length"),

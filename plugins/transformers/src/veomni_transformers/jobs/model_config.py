@@ -6,6 +6,7 @@ import copy
 import difflib
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from veomni_transformers.jobs.hub_snapshots import is_hub_id, nearest
 from veomni_transformers.jobs.job_files import shown
 from veomni_transformers.plugin_models import config_class_of
 
-_NEVER_LISTED = {"model_type", "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype"}
+_NEVER_LISTED = {"model_type", "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype", "auto_map"}
+_NEVER_LISTED |= {"_attn_implementation", "_name_or_path"}
+_READERS = ("modeling_utils", "modeling_layers", "modeling_rope_utils", "loss/loss_utils")
 _IN_THE_JOB = "model.config"
 ConfigSource = str | Path | Mapping[str, Any] | PretrainedConfig
 
@@ -111,22 +114,36 @@ def _made(config_class: type[PretrainedConfig], data: Mapping[str, Any], where: 
 
 
 def _check_keys(data: Mapping[str, Any], config_class: type[PretrainedConfig]) -> None:
-    """Refuse keys that look misspelt. transformers keeps unknown keys and would silently use the default instead.
+    """Refuse keys that nothing reads. transformers keeps unknown keys and would silently use the default instead.
 
-    Models also read keys that their config class doesn't list, so an unknown key is refused only if it resembles a
-    listed one.
+    Models also read keys that their config class doesn't list. Such a key stands in the source of the model or of
+    transformers' base classes, and resembles no listed one.
     """
     try:
         defaults = config_class().to_dict()
     except Exception:  # without defaults, there is no list of its keys
         return
     known = {*defaults, *inspect.signature(config_class.__init__).parameters, *config_class.attribute_map}
+    known |= {key for key in vars(PretrainedConfig()) if not key.startswith("_")}
     for key in data:
+        if key in known or key in _NEVER_LISTED:
+            continue
         close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.8)
-        if key not in known and key not in _NEVER_LISTED and close:
-            raise UnknownNameError(
-                f"model.config.{key}: {data['model_type']} has no such key. Did you mean {close[0]!r}?"
-            )
+        if close or not _is_read(str(key), config_class):
+            close = close or difflib.get_close_matches(str(key), known, n=3, cutoff=0.5)
+            said = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+            raise UnknownNameError(f"model.config.{key}: {data['model_type']} has no such key.{said}")
+
+
+def _is_read(key: str, config_class: type[PretrainedConfig]) -> bool:
+    """Whether source code names ``key``, as a text or an attribute; of a model of other packages nobody knows."""
+    if not config_class.__module__.startswith("transformers."):
+        return True
+    own = Path(inspect.getfile(config_class)).parent
+    base = Path(inspect.getfile(PretrainedConfig)).parent
+    files = [*own.glob("*.py"), *(base / f"{name}.py" for name in _READERS)]
+    named = re.compile(rf"[.\"']{re.escape(key)}\b")
+    return any(named.search(file.read_text(encoding="utf-8")) for file in files if file.is_file())
 
 
 def _built_anew(stored: PretrainedConfig, data: Mapping[str, Any], where: str) -> PretrainedConfig:
