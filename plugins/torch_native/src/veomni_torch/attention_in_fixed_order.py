@@ -130,7 +130,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     batch, heads, queries, _ = query.shape
     sums = query.new_empty(2, batch, heads, queries, dtype=compute_dtype(query))
     return query.new_empty(batch, queries, heads, value.shape[-1]), sums
@@ -186,7 +186,7 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s_aux: Tensor | None, *_: Any
+    upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s_aux: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     operands = (query, key, value, query.new_empty(0) if s_aux is None else s_aux)
     return tuple(each.new_empty(each.shape) for each in operands)  # type: ignore[return-value]

@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import threading
 
+with contextlib.suppress(ImportError):  # tqdm's own lock, between processes, is a semaphore that a fork leaves behind
+    importlib.import_module("tqdm").tqdm.set_lock(threading.RLock())
 for _name in ("torch", "torch._dynamo", "torch._inductor", "hypothesis", "veomni_conformance.cli.verify_probe"):
     with contextlib.suppress(Exception):  # each check that needs it raises the error again
         importlib.import_module(_name)
