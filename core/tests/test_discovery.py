@@ -22,6 +22,10 @@ BAD_PLUGINS = {
     "import error": ("import a_library_that_is_not_here", "ModuleNotFoundError: No module named 'a_library_that"),
     "exits while imported": ("raise SystemExit(3)", "SystemExit: 3"),
     "exception in a hook": (API + "@hookimpl\ndef veomni_kernels():\n    raise OSError('no disk')", "OSError: no disk"),
+    "hook without a mark": (
+        API + "def veomni_kernels():\n    return []",
+        "veomni_kernels is not marked with @hookimpl",
+    ),
     "misspelt hook": (API + "@hookimpl\ndef veomni_kernel():\n    return []", "unknown hook 'veomni_kernel'"),
     "hook with parameters": (API + "@hookimpl\ndef veomni_kernels(ops):\n    return []", "Argument(s) {'ops'}"),
     "no API version": ("x = 1", "declares no VEOMNI_PLUGIN_API_VERSION; this core supports versions 1 to 2"),

@@ -95,6 +95,8 @@ def test_packages_are_checked_on_detected_hardware_only():
     "arguments, message",
     [
         ({"min_compute_capability": 90, "max_compute_capability": 80}, "min_compute_capability 90 is above"),
+        ({"min_compute_capability": 9}, "a compute capability of 9.0 is written as 90; got 9"),
+        ({"max_compute_capability": 900}, "written as 90; got 900"),
         ({"packages": ("not a requirement!",)}, "'not a requirement!' is not a package requirement"),
     ],
 )

@@ -153,6 +153,9 @@ class HardwareRequirement:
         check_fields(self, "HardwareRequirement", names=("device_type",))
         object.__setattr__(self, "device_type", canonical_device(self.device_type))
         low, high = self.min_compute_capability, self.max_compute_capability
+        for given in (low, high):
+            if given is not None and not 20 <= given <= 200:
+                raise SpecError(f"HardwareRequirement: a compute capability of 9.0 is written as 90; got {given}")
         if low is not None and high is not None and low > high:
             raise SpecError(f"HardwareRequirement: min_compute_capability {low} is above max_compute_capability {high}")
         for package in self.packages:
@@ -209,13 +212,9 @@ class HardwareRequirement:
         have, low, high = hardware.compute_capability, self.min_compute_capability, self.max_compute_capability
         limits = [(">=", low)] if low is not None and (have is None or have < low) else []
         limits += [("<=", high)] if high is not None and (have is None or have > high) else []
-        here = _this_device(hardware)
+        shown = "of unknown capability" if have is None else show_capability(have)
+        here = f"this GPU is {shown} ({hardware.name or 'unnamed'})"
         return tuple(f"needs compute capability {sign} {show_capability(limit)}, {here}" for sign, limit in limits)
-
-
-def _this_device(hardware: Hardware) -> str:
-    have = "of unknown capability" if hardware.compute_capability is None else None
-    return f"this GPU is {have or show_capability(hardware.compute_capability or 0)} ({hardware.name or 'unnamed'})"
 
 
 def _package_unmet(package: str) -> str | None:

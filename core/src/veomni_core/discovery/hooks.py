@@ -18,6 +18,9 @@ def described_by(module: Any) -> dict[str, tuple[Any, ...]]:
     """Call each hook of one plugin, in a separate pluggy manager, so that plugins can't interfere with each other."""
     _check_api_versions(module)
     mark = f"{hookspecs.PROJECT}_impl"
+    for hook in hookspecs.DESCRIPTIONS:
+        if callable(function := vars(module).get(hook)) and not hasattr(function, mark):
+            raise SpecError(f"{module.__name__}.{hook} is not marked with @hookimpl, so nothing would call it")
     implemented = (
         (name, each, getattr(each, "__code__", None), str(getattr(each, mark)))
         for name, each in vars(module).items()

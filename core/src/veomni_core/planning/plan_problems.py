@@ -34,7 +34,9 @@ def raise_problems(
             field = op.config_field if group.glob is None else f"{op.config_field}[{group.glob!r}]"
             missing = allowed if not op.sites and op.config_field in config.allow_unused else siteless
             if group.glob is not None and not decisions:
-                missing.append(f"{field}: {_no_such_path(op) if op.sites else _no_site(op)}")
+                paths = ", ".join(decision.site.path for decision in op.sites[:4]) + ", …" * (len(op.sites) > 4)
+                elsewhere = f"no {op.op_name} site has such a path; sites are at {paths}"
+                missing.append(f"{field}: {elsewhere if op.sites else _no_site(op)}")
             elif selection.leaves_open(group.requested):
                 continue
             elif problem := selection.unavailable(op.op_name, group.requested):
@@ -60,11 +62,6 @@ def _decided(op: OpDecision, choice: Choice) -> Iterable[tuple[Group, tuple[Site
         decisions = tuple(decision for decision in op.sites if decision.glob == group.glob)
         if decisions or not globs or group is not default:
             yield group, decisions
-
-
-def _no_such_path(op: OpDecision) -> str:
-    paths = ", ".join(decision.site.path for decision in op.sites[:4])
-    return f"no {op.op_name} site has such a path; sites are at {paths}{', …' * (len(op.sites) > 4)}"
 
 
 def _no_site(op: OpDecision) -> str:
