@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import pytest
@@ -33,6 +34,19 @@ def test_a_kernel_that_cannot_run_is_refused_with_reason_and_alternatives():
     )
     with pytest.raises(KernelUnavailableError, match=message):
         plan("quack")
+
+
+def test_a_kernel_that_another_plugin_claims_for_one_variant_is_no_silent_choice():
+    twice = replace(
+        REGISTRY, _kernels=dict(REGISTRY._kernels), conflicts={("rms_norm", "standard", "torch"): ("a", "b")}
+    )
+    twice._kernels["rms_norm"] = tuple(
+        each for each in REGISTRY.kernels("rms_norm") if str(each) != "rms_norm/standard:torch"
+    )
+    claimed = "torch for standard is claimed by a and b; block all but one of them with VEOMNI_PLUGINS_BLOCK"
+    by_auto, by_name = (plan(value, hardware="cpu", registry=twice) for value in ("auto", "torch"))
+    assert chosen(by_auto) == chosen(by_name) == ["eager", "eager", "torch"]
+    assert reasons(by_auto)[0].endswith(f", after: {claimed}") and reasons(by_name)[0] == claimed
 
 
 @pytest.mark.parametrize(

@@ -171,21 +171,21 @@ class Registry:
         if kernel is not None:
             return kernel
         variants = sorted({spec.variant for spec in self.kernels(op) if spec.name == name})
-        if variants:
+        reason = self.absence(op, name, variant)
+        if variants and reason is None:
             raise KernelUnavailableError(f"{op}: {name} covers {', '.join(variants)}, not {variant}")
-        reason = self.absence(op, name)
         if reason is None:
             raise UnknownNameError(f"{op}: no kernel is called {name!r}. {did_you_mean(name, self.known_values(op))}")
         raise KernelUnavailableError(f"{op}: {reason}")
 
-    def absence(self, op: str, name: str) -> str | None:
+    def absence(self, op: str, name: str, variant: str = "") -> str | None:
         """Why a known kernel is not in the registry; ``None`` if it is there, or if no such kernel is known."""
+        for (op_name, claimed, kernel_name), claimants in self.conflicts.items():
+            if (op_name, kernel_name) == (op, name) and (claimed == variant or name not in self._names(op)):
+                who = " and ".join(claimants)
+                return f"{name} for {claimed} is claimed by {who}; block all but one of them with VEOMNI_PLUGINS_BLOCK"
         if name in self._names(op):
             return None
-        for (op_name, variant, kernel_name), claimants in self.conflicts.items():
-            if (op_name, kernel_name) == (op, name):
-                who = " and ".join(claimants)
-                return f"{name} for {variant} is claimed by {who}; block all but one of them with VEOMNI_PLUGINS_BLOCK"
         for plugin in self.plugins:
             if not plugin.healthy and any((spec.op_name, spec.name) == (op, name) for spec in plugin.kernels):
                 return f"{name} is provided by {plugin}, which {plugin.absence}"

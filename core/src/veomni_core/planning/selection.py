@@ -223,6 +223,8 @@ class Selection:
             if entry.name == EAGER:
                 return Verdict(None, _after(passed_over, "as asked"), as_asked=True)
             if entry.name == AUTO:
+                twice = [name for op, of, name in self.registry.conflicts if (op, of) == (op_name, place.variant)]
+                passed_over += [str(self.registry.absence(op_name, name, place.variant)) for name in twice]
                 return self._best(op_name, place, passed_over)
             spec = self.registry.find(op_name, place.variant, entry.name)
             if spec is None:
@@ -292,9 +294,8 @@ class Selection:
 
     def _not_covered(self, op_name: str, variant: str, name: str) -> str:
         covered = sorted({spec.variant for spec in self.registry.kernels(op_name) if spec.name == name})
-        if covered:
-            return f"covers {', '.join(covered)}, not {variant}"
-        return self.registry.absence(op_name, name) or "is not known"
+        reason = (self.registry.absence(op_name, name, variant) or "").removeprefix(f"{name} ")
+        return reason or (f"covers {', '.join(covered)}, not {variant}" if covered else "is not known")
 
     def _why_not_here(self, op_name: str, name: str) -> str:
         specs = [spec for spec in self.registry.kernels(op_name) if spec.name == name]
