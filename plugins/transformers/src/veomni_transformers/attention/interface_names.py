@@ -82,7 +82,7 @@ def registered(model: nn.Module, kernel: Function, spec: KernelSpec, replaces_ea
 
     transformers selects the function that builds a kernel's mask by the kernel's name, so both are registered: the
     function that ``spec`` names, or that of the interface whose masks it declares. In the place of eager attention, the
-    kernel also gives what that gives beyond the op (:func:`like_eager`).
+    kernel also gives what that gives beyond the op (:func:`like_eager`). Only there does it get eager attention's mask.
 
     Raises:
         KernelLoadError: the function that builds the mask can't be imported.
@@ -92,7 +92,7 @@ def registered(model: nn.Module, kernel: Function, spec: KernelSpec, replaces_ea
 
     mask = next((_INTERFACES[feature] for feature in spec.features if feature in _INTERFACES), "sdpa")
     given: Function | None = spec.load_mask()
-    if given is eager_mask and not replaces_eager:  # it gives a mean where a query sees no key, and others zeros
+    if given is eager_mask and not replaces_eager:  # with it queries that see no key give a mean, elsewhere zeros
         given = None
     if replaces_eager and given in (None, eager_mask):  # a mask of the kernel's own kind can't be read
         kernel = like_eager(kernel, from_the_first_key=mask != _INTERFACES[MASK_FEATURES["flash_attention"]])
