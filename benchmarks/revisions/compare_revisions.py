@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None, repository: Path = ROOT, guarde
 
 
 def in_one_process(chosen: Sequence[Guarded]) -> list[list[Guarded]]:
-    """Those of a GPU together, since importing takes longer than measuring; on a CPU they would share a heap."""
+    """Those of a GPU together, which import torch and transformers once; on a CPU they would share a heap."""
     on_gpus = [each for each in chosen if each.device == "cuda"]
     return [*([each] for each in chosen if each.device != "cuda"), *([on_gpus] if on_gpus else [])]
 
