@@ -79,7 +79,7 @@ class OneProcess:
     Attributes:
         which: ``"base"`` or ``"head"``.
         packages_of: the revision's files.
-        scripts: the folder of the scripts. It is the head's for both, so that both are asked the same.
+        scripts: the folder of the scripts. It is the head's for both revisions, which then measure the same.
         options: of ``one_process``: shapes and repeats.
         own: the benchmarks that the revision measures by its own script, since it lacks what the head's imports: a
             commit that renames what only a benchmark imports is no reason not to compare.

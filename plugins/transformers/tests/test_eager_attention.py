@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from models import assert_equal_steps, build, tokens
@@ -13,6 +16,7 @@ from veomni_ops.attention import AttentionModule
 from veomni_torch.attention import sdpa
 from veomni_transformers.forwards.like_eager import like_eager
 from veomni_transformers.forwards.unseen_queries import unseen_queries
+from veomni_transformers.proving import hollow_twin
 
 FAMILIES = [
     "llama",
@@ -126,6 +130,14 @@ def test_attention_weights_are_the_models_own(family, kernel):
             assert len(found.attentions) == 2
             torch.testing.assert_close(found.attentions, wanted.attentions)
             torch.testing.assert_close(found.logits, wanted.logits)
+
+
+def test_what_proofs_keep_is_real_where_the_first_bind_is_under_fake_tensors():
+    spec = importlib.util.spec_from_file_location("hollow_twin_again", hollow_twin.__file__)
+    again = importlib.util.module_from_spec(spec)
+    with FakeTensorMode():
+        spec.loader.exec_module(again)
+    assert type(again.ZERO) is type(again._POSITIONS) is torch.Tensor
 
 
 def test_a_model_without_eager_attention_refuses_to_give_weights():
