@@ -92,6 +92,47 @@ def test_a_row_whose_added_mask_hides_all_keys_is_the_reference_s(dtype):
         assert (mine.double() - theirs).norm() <= (1e-5 if dtype == torch.float32 else 5e-3) * theirs.norm()
 
 
+def numbers(*rows):
+    """Rows of an added mask ``[1, 1, S, 70]``, each of pieces ``(keys, number)``."""
+    made = [torch.cat([torch.full((length,), float(number)) for length, number in row]) for row in rows]
+    return torch.stack(made)[None, None].to(DEVICE)
+
+
+LOWEST = torch.finfo(torch.float32).min
+VERY_LOW = numbers(
+    [(70, -1e9)],
+    [(30, -1e9), (40, LOWEST)],
+    [(10, LOWEST), (30, -1e9), (30, -1e9 - 64)],
+    [(30, float("-inf")), (20, -1e30), (20, -2e30)],
+    [(69, LOWEST), (1, LOWEST / 1.5)],
+    [(35, -2e4), (35, -2e4 + 1)],
+    [(35, -999), (35, -1001)],
+    [(35, 1e2), (35, -1e9)],
+    [(5, -1e9), (65, 0)],
+    [(20, 0.5), (30, 0), (20, -0.5)],
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_rows_of_very_low_numbers_are_eager_attention_s_in_float32(dtype, softcap):
+    """Beside -1e9, float32 has no room for scores, which so are alike; the sum's logarithm would be lost as well."""
+    torch.manual_seed(0)
+    call = [each.detach().to(dtype).requires_grad_() for each in heads(2, 10, 70)]
+    wide = [each.detach().float().requires_grad_() for each in call]
+    found, wanted = (
+        kernel(AttentionModule(2), *inputs, VERY_LOW, scaling=0.5, softcap=softcap)[0]
+        for kernel, inputs in ((attention, call), (standard, wide))
+    )
+    upstream = torch.randn_like(wanted).to(dtype)
+    got = (found, *torch.autograd.grad(found, call, upstream))
+    expected = (wanted, *torch.autograd.grad(wanted, wide, upstream.float()))
+    for mine, theirs in zip(got, expected, strict=True):
+        by_row = (mine.float() - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-3)
+        # float32's numbers are 0.002 apart beside -2e4, and either neighbour may be a score's.
+        assert by_row.max() <= (3e-3 if dtype == torch.float32 else 5e-2)
+
+
 @pytest.mark.parametrize("bounds", [None, (0, 5, 77, 90)], ids=["causal", "packed"])
 def test_queries_that_see_a_tile_of_keys_are_all_counted(monkeypatch, bounds):
     monkeypatch.setattr(operators, "SMALL", dataclasses.replace(operators.SMALL, queries=16, keys=16))

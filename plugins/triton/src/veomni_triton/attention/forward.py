@@ -21,7 +21,7 @@ def forward_kernel(
     key,  # [B, K, L, D]
     value,  # [B, K, L, V]
     mask,  # [B, H, S, L] with strides of 0 where it is expanded, or None
-    ranges,  # [3, Bm, Hm, S]
+    ranges,  # [4, Bm, Hm, S]
     sinks,  # [H] or None
     output,  # [B, S, H, V], written
     norms,  # [B, S, H] float32, written: logarithms of sums to base 2
@@ -66,7 +66,7 @@ def forward_kernel(
 ):
     group, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     per_group = heads // groups
-    query_M, head_M, is_row_M, begin_M, stop_M, kind_M = tile_rows(
+    query_M, head_M, is_row_M, begin_M, stop_M, kind_M, largest_M = tile_rows(
         ranges,
         tl.program_id(0) * M + tl.arange(0, M),
         queries * per_group,
@@ -111,6 +111,7 @@ def forward_kernel(
                     products(query_MD, query_ME, key_ND, key_NE, SPLIT, PRECISION),
                     seen_MN,
                     kind_M[:, None],
+                    largest_M[:, None],
                     mask_M[:, None] + mask_keys(key_N, mask_key, LARGE)[None, :],
                     mask,
                     half,

@@ -20,7 +20,7 @@ def dquery_kernel(
     key,  # [B, K, L, D]
     value,  # [B, K, L, V]
     mask,  # [B, H, S, L] with strides of 0 where it is expanded, or None
-    ranges,  # [3, Bm, Hm, S]
+    ranges,  # [4, Bm, Hm, S]
     output,  # [B, S, H, V]
     doutput,  # [B, S, H, V], as output
     norms,  # [B, S, H] float32: logarithms of sums to base 2
@@ -67,7 +67,7 @@ def dquery_kernel(
 ):
     group, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     per_group = heads // groups
-    query_M, head_M, is_row_M, begin_M, stop_M, kind_M = tile_rows(
+    query_M, head_M, is_row_M, begin_M, stop_M, kind_M, largest_M = tile_rows(
         ranges,
         tl.program_id(0) * M + tl.arange(0, M),
         queries * per_group,
@@ -113,6 +113,7 @@ def dquery_kernel(
                 products(query_MD, query_ME, key_ND, key_NE, SPLIT, PRECISION),
                 (key_N[None, :] >= begin_M[:, None]) & (key_N[None, :] < stop_M[:, None]),
                 kind_M[:, None],
+                largest_M[:, None],
                 mask_M[:, None] + mask_keys(key_N, mask_key, LARGE)[None, :],
                 mask,
                 half,
@@ -226,11 +227,12 @@ def dkeys_kernel(
                 upstream_MV = load(doutput, row_M, is_row_M, value_width, V)
                 norm_M = tl.load(norms + row_M, mask=is_row_M, other=float("inf"))
                 mean_M = tl.load(means + row_M, mask=is_row_M, other=0.0)
-                begin_M, stop_M, kind_M = row_range(ranges_of_head + query_M, is_row_M, range_part)
+                begin_M, stop_M, kind_M, largest_M = row_range(ranges_of_head + query_M, is_row_M, range_part)
                 score_MN, scale, shift_MN, seen_MN, slope_MN = scores(
                     products(query_MD, query_ME, key_ND, key_NE, SPLIT, PRECISION),
                     (key_N[None, :] >= begin_M[:, None]) & (key_N[None, :] < stop_M[:, None]),
                     kind_M[:, None],
+                    largest_M[:, None],
                     mask_rows(query_M, head, mask_head, mask_row, LARGE)[:, None]
                     + mask_keys(key_N, mask_key, LARGE)[None, :],
                     mask,

@@ -101,7 +101,7 @@ def _forward(
     with torch.cuda.device_of(query):
         if mask is None:
             ranges[:2, 0, 0] = _ranges(call, *visible)
-            ranges[2] = 0
+            ranges[2:] = 0
         elif ranges.numel():
             _, batches, heads, _ = ranges.shape
             ranges_kernel[call.queries, heads, batches](
@@ -231,7 +231,7 @@ def _results(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_:
     return (
         query.new_empty(batch, queries, heads, value.shape[-1]),
         query.new_empty(batch, queries, heads, dtype=torch.float32),
-        query.new_empty(3, *of_mask, queries, dtype=torch.int32),
+        query.new_empty(4, *of_mask, queries, dtype=torch.int32),
     )
 
 

@@ -18,15 +18,17 @@ from veomni_triton.activations import tanh
 
 # What is in a row's kind.
 READ = tl.constexpr(1)  # its mask hides keys between begin and stop, or adds numbers: the scores take it
-LOWEST = tl.constexpr(2)  # an added mask has the lowest number for all of its keys, which so are seen alike
+LOW = tl.constexpr(2)  # the largest number that its mask adds is below `VERY_LOW`; it sees all keys but those of -inf
 NONE = tl.constexpr(0x7FFFFFFF)  # where no key is
+VERY_LOW = tl.constexpr(-1e3)  # beside such numbers float32 loses scores: next to -1e9, there is only every 64th one
 LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton_kernel
 def ranges_kernel(
     mask,  # [Bm, Hm, S, L]; booleans as bytes
-    ranges,  # [3, Bm, Hm, S] int32, written: begins, stops, kinds
+    ranges,  # [4, Bm, Hm, S] int32, written: begins, stops, kinds, and the bits of the largest numbers
     half,  # half of the lowest number of mask's dtype
     heads,  # Hm
     queries,  # S
@@ -39,44 +41,52 @@ def ranges_kernel(
     SINKS: tl.constexpr,
     N: tl.constexpr,
 ):
-    """What each row of a mask sees; a program has one. Beside ``SINKS``, keys that all are hidden count for nothing."""
+    """What each row of a mask sees; a program has one. Beside ``SINKS``, keys that all are hidden count for nothing.
+
+    A row's weights don't depend on a number that is added to all of its scores, so the largest one is subtracted: the
+    logarithm of the sum of a row of ``-1e9`` would not hold the sum. Sinks are beside the scores, so nothing is there.
+    """
     query, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = mask + batch.to(tl.int64) * mask_batch + head.to(tl.int64) * mask_head + query.to(tl.int64) * mask_row
     begin, low_begin = tl.full([], NONE, tl.int32), tl.full([], NONE, tl.int32)
-    stop, seen, added = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    low_stop, low = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    stop, low_stop, alike = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    largest = tl.full([], 0.0 if BOOLEAN or SINKS else float("-inf"), tl.float32)
     for start in range(0, keys, N):
         key_N = start + tl.arange(0, N)
         is_key_N = key_N < keys
         value_N = tl.load(row + key_N.to(tl.int64) * mask_key, mask=is_key_N, other=0)
         if BOOLEAN:
             seen_N = is_key_N & (value_N != 0)
+            alike_N = seen_N
         else:
             value_N = value_N.to(tl.float32)
             seen_N = is_key_N & (value_N > half)
-            low_N = is_key_N & (value_N > float("-inf"))
-            low_begin = tl.minimum(low_begin, tl.min(tl.where(low_N, key_N, NONE), 0))
-            low_stop = tl.maximum(low_stop, tl.max(tl.where(low_N, key_N + 1, 0), 0))
-            low += tl.sum(low_N.to(tl.int32), 0)
-            added += tl.sum((seen_N & (value_N != 0.0)).to(tl.int32), 0)
+            if not SINKS:
+                low_N = is_key_N & (value_N > float("-inf"))
+                low_begin = tl.minimum(low_begin, tl.min(tl.where(low_N, key_N, NONE), 0))
+                low_stop = tl.maximum(low_stop, tl.max(tl.where(low_N, key_N + 1, 0), 0))
+                larger = tl.maximum(largest, tl.max(tl.where(is_key_N, value_N, float("-inf")), 0))
+                alike = tl.where(larger > largest, 0, alike)
+                largest = larger
+            alike_N = is_key_N & (value_N == largest)
         begin = tl.minimum(begin, tl.min(tl.where(seen_N, key_N, NONE), 0))
         stop = tl.maximum(stop, tl.max(tl.where(seen_N, key_N + 1, 0), 0))
-        seen += tl.sum(seen_N.to(tl.int32), 0)
-    kind = tl.where((seen < stop - begin) | (added > 0), READ, 0)
+        alike += tl.sum(alike_N.to(tl.int32), 0)
+    is_low = largest <= VERY_LOW
     if not BOOLEAN and not SINKS:
-        is_lowest = (seen == 0) & (low > 0)
-        begin, stop = tl.where(is_lowest, low_begin, begin), tl.where(is_lowest, low_stop, stop)
-        kind = tl.where(is_lowest, tl.where(low < stop - begin, LOWEST + READ, LOWEST), kind)
+        begin, stop = tl.where(stop > 0, begin, low_begin), tl.where(stop > 0, stop, low_stop)
+    kind = tl.where(alike < stop - begin, READ, 0) + tl.where(is_low, LOW, 0)
     place = ranges + (batch * heads + head).to(tl.int64) * queries + query
     part = tl.num_programs(2).to(tl.int64) * heads * queries
     tl.store(place, tl.where(stop > 0, begin, 0))
     tl.store(place + part, stop)
     tl.store(place + 2 * part, tl.where(stop > 0, kind, 0))
+    tl.store(place + 3 * part, tl.where(stop > 0, largest, 0.0).to(tl.int32, bitcast=True))
 
 
 @triton_kernel(do_not_specialize=["queries"])
 def seeing_kernel(
-    ranges,  # [3, Bm, Hm, S]
+    ranges,  # [4, Bm, Hm, S]
     seeing,  # [5, Bm, tiles of keys] int32, written
     heads,  # Hm
     queries,  # S
@@ -101,7 +111,7 @@ def seeing_kernel(
         some_R, every_R = tl.zeros([R], tl.int32), tl.full([R], 1, tl.int32)
         for head in range(0, heads):
             place = ranges + (batch * heads + head).to(tl.int64) * queries
-            begin_RQ, stop_RQ, kind_RQ = row_range(place + query_RQ, is_query_RQ, range_part)
+            begin_RQ, stop_RQ, kind_RQ, _ = row_range(place + query_RQ, is_query_RQ, range_part)
             is_some_RQ = (begin_RQ < tile * N + N) & (stop_RQ > tile * N) & (begin_RQ < stop_RQ)
             is_every_RQ = (begin_RQ <= tile * N) & (stop_RQ >= tile * N + N) & (kind_RQ == 0)
             some_R = tl.maximum(some_R, tl.max(is_some_RQ.to(tl.int32), 1))
@@ -136,7 +146,7 @@ def tile_rows(
     MASKED: tl.constexpr,
     HALVED: tl.constexpr,
 ):
-    """Of a tile's rows: query, head, whether there is one, begin (:data:`NONE` if nothing is seen), stop, kind.
+    """Of a tile's rows: query, head, whether there is one, begin (:data:`NONE` if nothing is seen), stop, kind, largest.
 
     If ``HALVED``, the tile is ``MASKED``'s or another launch's, which then has the rows.
     """
@@ -144,19 +154,21 @@ def tile_rows(
     query_M = row_M // per_group
     head_M = group * per_group + row_M % per_group
     place_M = ranges + batch * range_batch + head_M.to(tl.int64) * range_head + query_M
-    begin_M, stop_M, kind_M = row_range(place_M, is_row_M, range_part)
+    begin_M, stop_M, kind_M, largest_M = row_range(place_M, is_row_M, range_part)
     if HALVED:
         is_row_M = is_row_M & ((tl.max(kind_M, 0) > 0) == MASKED)
         stop_M = tl.where(is_row_M, stop_M, 0)
-    return query_M, head_M, is_row_M, tl.where(begin_M < stop_M, begin_M, NONE), stop_M, kind_M
+    return query_M, head_M, is_row_M, tl.where(begin_M < stop_M, begin_M, NONE), stop_M, kind_M, largest_M
 
 
 @triton.jit
 def row_range(place_M, is_row_M, range_part):
-    """A row's begin, stop and kind, from where its begin is."""
+    """A row's begin, stop, kind, and the largest number that its mask adds, from where its begin is."""
     begin_M = tl.load(place_M, mask=is_row_M, other=0)
     stop_M = tl.load(place_M + range_part, mask=is_row_M, other=0)
-    return begin_M, stop_M, tl.load(place_M + 2 * range_part, mask=is_row_M, other=0)
+    kind_M = tl.load(place_M + 2 * range_part, mask=is_row_M, other=0)
+    largest_M = tl.load(place_M + 3 * range_part, mask=is_row_M, other=0).to(tl.float32, bitcast=True)
+    return begin_M, stop_M, kind_M, largest_M
 
 
 @triton.jit
@@ -180,6 +192,7 @@ def scores(
     product_MN,
     seen_MN,
     kind_MN,
+    largest_MN,
     place_MN,
     mask,
     half,
@@ -204,10 +217,11 @@ def scores(
         if BOOLEAN:
             seen_MN = seen_MN & (value_MN != 0)
         else:
-            value_MN = value_MN.to(tl.float32)
-            is_lowest_MN = (kind_MN & LOWEST) > 0
-            seen_MN = seen_MN & (value_MN > tl.where(is_lowest_MN, float("-inf"), half))
-            if LOSES:  # beside numbers so low, scores are lost
-                score_MN = tl.where(is_lowest_MN, 0.0, score_MN)
-            shift_MN = tl.where(is_lowest_MN, 0.0, value_MN * LOG2_E)
+            value_MN = tl.where(read_MN, value_MN.to(tl.float32), largest_MN)
+            is_low_MN = (kind_MN & LOW) > 0
+            seen_MN = seen_MN & (value_MN > tl.where(is_low_MN, float("-inf"), half))
+            if LOSES:  # what float32 has left of a score beside the number
+                value_MN = tl.where(is_low_MN, tl.fma(score_MN, scale * LN_2, value_MN), value_MN)
+                score_MN = tl.where(is_low_MN, 0.0, score_MN)
+            shift_MN = (value_MN - largest_MN) * LOG2_E
     return score_MN, scale, shift_MN, seen_MN, slope_MN
