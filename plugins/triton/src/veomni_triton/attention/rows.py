@@ -146,7 +146,8 @@ def tile_rows(
     MASKED: tl.constexpr,
     HALVED: tl.constexpr,
 ):
-    """Of a tile's rows: query, head, whether there is one, begin (:data:`NONE` if nothing is seen), stop, kind, largest.
+    """Of a tile's rows: query, head, whether there is one, begin (:data:`NONE` if nothing is seen), stop, kind and the
+    largest number that their masks add.
 
     If ``HALVED``, the tile is ``MASKED``'s or another launch's, which then has the rows.
     """
