@@ -18,6 +18,7 @@ MEASURES = """
     def measure(shape, device, repeats, only=None):
         return {{
             "seconds": {{"{kernel}": shape * kda.SECONDS}},
+            "seconds as a graph": {{"{kernel}": each for each in [kda.GRAPH] if each}},
             "peak bytes": {{"{kernel}": {{"both": kda.BYTES}}}},
         }}
 
@@ -43,8 +44,8 @@ class Repository:
         (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
         (self.folder / path).write_text(textwrap.dedent(text).lstrip(), encoding="utf-8")
 
-    def kernel(self, seconds: float = 0.01, size: int = 1 << 20, more: str = "") -> None:
-        self.write(KERNEL, f"SECONDS, BYTES = {seconds}, {size}\n{more}\n")
+    def kernel(self, seconds: float = 0.01, size: int = 1 << 20, more: str = "", graph: float | None = None) -> None:
+        self.write(KERNEL, f"SECONDS, BYTES, GRAPH = {seconds}, {size}, {graph}\n{more}\n")
 
     def measures(self, names: str = "SECONDS", kernel: str = "stub") -> None:
         self.write(SCRIPT, MEASURES.format(names=names, kernel=kernel))

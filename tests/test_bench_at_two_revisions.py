@@ -38,7 +38,8 @@ def test_a_planted_loss_fails_and_is_named(repository, compare):
     assert status == 1
     for shape in ("small", "large"):
         assert f"LOSS: kda on cpu, stub, {shape}: time 1.100 (1.100 to 1.100), all of it above 1.03" in printed
-    cells = ("kda on cpu", "stub", "small", "10.000 ms", "11.000 ms", "1.100 (1.100 to 1.100)", "1.0 MiB / 1.0 MiB")
+    times = ("10.000 ms", "11.000 ms", "1.100 (1.100 to 1.100)", "")
+    cells = ("kda on cpu", "stub", "small", *times, "1.0 MiB / 1.0 MiB")
     assert f"| {' | '.join(cells)} |" in printed
 
 
@@ -60,6 +61,20 @@ def test_more_memory_is_a_loss_as_well(repository, compare):
     assert status == 1
     assert "LOSS: kda on cpu, stub, small: memory 1.040" in printed
     assert "large" not in printed
+
+
+def test_a_loss_of_the_graph_alone_fails(repository, compare):
+    """A host that is slow hides it from the time."""
+    repository.kernel(seconds=0.01, graph=0.001)
+    repository.commit()
+    repository.kernel(seconds=0.01, graph=0.002)
+    repository.commit()
+    status, printed = compare("--shapes", "small")
+    assert status == 1
+    assert "LOSS: kda on cpu, stub, small: graph 2.000" in printed
+    repository.kernel(seconds=0.01)
+    status, printed = compare("--shapes", "small")
+    assert (status, "LOSS" in printed) == (0, False)
 
 
 def test_a_gain_and_a_small_loss_pass(repository, compare):

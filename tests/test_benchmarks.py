@@ -159,7 +159,8 @@ def test_every_guarded_script_has_shapes_for_its_device(shared):
         assert benchmark.shapes[each.device] and benchmark.ours, each
 
 
-def test_a_gpu_script_gives_the_times_and_the_memory_of_ours(shared, monkeypatch):
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_gpu_script_gives_the_times_and_the_memory_of_ours(shared, monkeypatch, captured):
     """Its kernels run here, in Triton's interpreter; a GPU's clock and allocator are stood in for."""
     if not torch.cuda.is_available():
         mend_interpreter()
@@ -172,10 +173,11 @@ def test_a_gpu_script_gives_the_times_and_the_memory_of_ours(shared, monkeypatch
 
     monkeypatch.setattr(memory_bound, "timing", timing)
     monkeypatch.setattr(memory_bound, "peak_mib_of_step", lambda step, inputs: 1.5)
-    monkeypatch.setattr(memory_bound, "captured", lambda step: None)
+    monkeypatch.setattr(memory_bound, "captured", lambda step: captured and step)
     x, weight, dy = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((4, 64), (64,), (4, 64)))
     monkeypatch.setattr(script, "drawn", lambda *_: (x.requires_grad_(), weight.requires_grad_(), dy))
     found = script.BENCHMARK.measure((4, 64), "cuda", 1, script.BENCHMARK.ours)
+    assert found.pop("seconds as a graph") == ({"ours": 0.002} if captured else {})
     assert found == {"seconds": {"ours": 0.002}, "peak bytes": {"ours": {"both": 3 << 19}}}
     assert ran[0].shape == (4, 64) and x.grad is not None
 

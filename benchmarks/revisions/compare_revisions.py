@@ -6,7 +6,8 @@
 The benchmarks are those of the working tree; each process has the packages of one of the two revisions. Processes take
 turns; one measures all that is measured on a GPU, or one benchmark of a CPU. Of each kernel and shape the ratio of head
 and base is printed, as the median over pairs of processes with an interval, for the time of forward and backward and
-for the peak memory. Exits with 1 if an interval lies above 1.03 as a whole, with 2 if something could not be measured.
+for the peak memory, and for the time of both as a CUDA graph where they can be captured. Exits with 1 if an interval
+lies above 1.03 as a whole, with 2 if something could not be measured.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from benchmarks.revisions.verdict import FEWEST_PAIRS, Ratio, Verdict, ratio
 
 COLUMNS = (
     *("benchmark", "kernel", "shape", "base", "head"),
-    *("time: head / base", "memory: base / head", "memory: head / base", "verdict"),
+    *("time: head / base", "as a graph: head / base", "memory: base / head", "memory: head / base", "verdict"),
 )
 _MIB = 1 << 20
 
@@ -29,13 +29,16 @@ class Row:
 
     @property
     def ratios(self) -> dict[str, Ratio]:
-        """Of the time and of the memory."""
+        """Of the time, of the time as a CUDA graph where both revisions have one, and of the memory."""
         if not (self.base and self.head):
             return {}
-        return {
-            "time": ratio([each.seconds for each in self.base], [each.seconds for each in self.head]),
-            "memory": ratio([each.peak_bytes for each in self.base], [each.peak_bytes for each in self.head]),
-        }
+        found = {"time": ratio([each.seconds for each in self.base], [each.seconds for each in self.head])}
+        of_graphs = [[each.graph_seconds for each in figures] for figures in (self.base, self.head)]
+        base, head = ([each for each in seconds if each is not None] for seconds in of_graphs)
+        if (len(base), len(head)) == (len(self.base), len(self.head)):
+            found["graph"] = ratio(base, head)
+        found["memory"] = ratio([each.peak_bytes for each in self.base], [each.peak_bytes for each in self.head])
+        return found
 
     @property
     def losses(self) -> dict[str, Ratio]:
@@ -61,8 +64,9 @@ class Row:
         """In the order of ``COLUMNS``."""
         both = self.ratios
         memory = " / ".join(_mib(figures) for figures in (self.base, self.head))
-        shares = (str(both["time"]), memory, str(both["memory"])) if both else ("", memory, "")
-        return self.benchmark, self.kernel, self.shape, _time(self.base), _time(self.head), *shares, self.verdict
+        time, graph, peak = (str(both.get(what, "")) for what in ("time", "graph", "memory"))
+        times = _time(self.base), _time(self.head), time, graph
+        return self.benchmark, self.kernel, self.shape, *times, memory, peak, self.verdict
 
 
 def rows(benchmark: str, runs: Runs) -> Iterator[Row]:

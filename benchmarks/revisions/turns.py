@@ -23,6 +23,7 @@ class Figure:
 
     seconds: float
     peak_bytes: int
+    graph_seconds: float | None = None  # of a CUDA graph, where the kernel can be captured
 
 
 Figures = dict[tuple[str, str], Figure]  # by the kernel and the shape
@@ -128,5 +129,6 @@ def _environment(packages_of: Path) -> dict[str, str]:
 
 def _figures(printed: dict[str, Any]) -> Iterable[tuple[tuple[str, str], Figure]]:
     for shape, found in printed.items():
+        of_graphs = found.get("seconds as a graph", {})
         for kernel, seconds in found["seconds"].items():
-            yield (kernel, shape), Figure(seconds, found["peak bytes"][kernel]["both"])
+            yield (kernel, shape), Figure(seconds, found["peak bytes"][kernel]["both"], of_graphs.get(kernel))

@@ -17,7 +17,8 @@ class Measure(Protocol):
         """What JSON can hold, with two entries at least, by the contender's name.
 
         ``"seconds"`` has the median time of both passes, and ``"peak bytes"`` the memory that they take beyond what
-        was held before, as ``{"both": bytes}``.
+        was held before, as ``{"both": bytes}``. ``"seconds as a graph"`` is the time of both passes replayed as a CUDA
+        graph, of the contenders that can be captured: the GPU's share alone, which a busy host doesn't change.
 
         Args:
             shape: one of the benchmark's.

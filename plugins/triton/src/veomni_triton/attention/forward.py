@@ -11,11 +11,11 @@ from __future__ import annotations
 import triton.language as tl
 
 from veomni_ops.triton_launches import triton_kernel
-from veomni_triton.attention.rows import LOG2_E, NONE, mask_keys, mask_rows, scores, tile_rows
+from veomni_triton.attention.rows import LOG2_E, NONE, SIZES, mask_keys, mask_rows, scores, tile_rows
 from veomni_triton.attention_tiles import SUMS, attend, finish, load, load_wide, products
 
 
-@triton_kernel(do_not_specialize=["queries"])
+@triton_kernel(do_not_specialize=SIZES)
 def forward_kernel(
     query,  # [B, H, S, D]
     key,  # [B, K, L, D]

@@ -10,11 +10,11 @@ from __future__ import annotations
 import triton.language as tl
 
 from veomni_ops.triton_launches import triton_kernel
-from veomni_triton.attention.rows import NONE, mask_keys, mask_rows, row_range, scores, tile_rows
+from veomni_triton.attention.rows import NONE, SIZES, mask_keys, mask_rows, row_range, scores, tile_rows
 from veomni_triton.attention_tiles import add_rows, load, load_wide, products, store, store_wide
 
 
-@triton_kernel(do_not_specialize=["queries"])
+@triton_kernel(do_not_specialize=SIZES)
 def dquery_kernel(
     query,  # [B, H, S, D]
     key,  # [B, K, L, D]
@@ -136,7 +136,7 @@ def dquery_kernel(
     store_wide(dquery, dquery_MD, dquery_ME, row_M, is_row_M, width, D, E, SPLIT)
 
 
-@triton_kernel(do_not_specialize=["queries", "keys"])
+@triton_kernel(do_not_specialize=SIZES)
 def dkeys_kernel(
     query,
     key,
