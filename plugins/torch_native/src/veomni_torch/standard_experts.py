@@ -137,31 +137,14 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    dresult: Tensor,
-    hidden: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    gate_up_a: Tensor | None,
-    gate_up_b: Tensor | None,
-    down_a: Tensor | None,
-    down_b: Tensor | None,
-    pre: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    gate_up_scaling: float,
-    down_scaling: float,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    of_adapters = ((gate_up_a, wanted[2]), (gate_up_b, wanted[2]), (down_a, wanted[3]), (down_b, wanted[3]))
-    operands = ((hidden, True), (top_k_weights, True), (gate_up_proj, wanted[0]), (down_proj, wanted[1]), *of_adapters)
-    return tuple(  # type: ignore[return-value]
+def _(dresult: Tensor, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    gate_up, down, gate_up_adapter, down_adapter = others[-1]
+    wanted = (gate_up, down, gate_up_adapter, gate_up_adapter, down_adapter, down_adapter)
+    return tuple(
         torch.empty_like(tensor, memory_format=torch.contiguous_format)
         if is_wanted and tensor is not None
         else hidden.new_empty(0)
-        for tensor, is_wanted in operands
+        for tensor, is_wanted in ((hidden, True), (top_k_weights, True), *zip(others, wanted, strict=False))
     )
 
 

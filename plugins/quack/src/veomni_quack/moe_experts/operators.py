@@ -68,18 +68,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    dresult: Tensor,
-    hidden: Tensor,
-    top_k_weights: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    pre: Tensor,
-    route_of_row: Tensor,
-    row_of_route: Tensor,
-    offsets: Tensor,
-    projections: bool,
-) -> tuple[Tensor, ...]:
+def _(dresult: Tensor, hidden: Tensor, top_k_weights: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    gate_up_proj, down_proj, *_, projections = others
     asked = (weight.shape if projections else (0,) for weight in (gate_up_proj, down_proj))
     return tuple(hidden.new_empty(shape) for shape in (hidden.shape, top_k_weights.shape, *asked))
 
