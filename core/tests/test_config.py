@@ -275,7 +275,7 @@ def test_a_missing_section_is_never_all_eager(data):
 def test_modeling_backend():
     assert OpsConfig.from_dict({}, environ={"MODELING_BACKEND": "hf"}).backend == "hf"
     assert OpsConfig.from_dict({}, environ={}).backend == "veomni"
-    with pytest.raises(UnknownNameError, match="MODELING_BACKEND='HF' is unknown. Did you mean|Known"):
+    with pytest.raises(UnknownNameError, match="MODELING_BACKEND: 'HF' is unknown. Did you mean|Known"):
         OpsConfig.from_dict({}, environ={"MODELING_BACKEND": "HF"})
 
 

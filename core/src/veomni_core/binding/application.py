@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -29,6 +31,8 @@ from veomni_core.sites.walk import named_modules
 
 logger = logging.getLogger(__name__)
 _VERIFY_PLAN = "veomni_conformance.bound_models.verification:verify_plan"
+_lock = threading.Lock()
+_being_bound: set[nn.Module] = set()  # modules of the models that bind works on now, in any thread
 
 
 def put_into(
@@ -93,20 +97,35 @@ def _changes(
         yield "", "", look
 
 
-def make_ready(model: nn.Module, registry: Registry) -> None:
-    """Raise if the model can't be bound. Unbind modules that were copied into it from another bound model."""
-    _refuse_unbindable(model)
-    rules = ModelRules(registry)
-    for rule in rules:
-        rule.refuse(model)
-    _release_copies(model)
-    for rule in rules:
-        rule.release(model)
+@contextmanager
+def bound_alone(model: nn.Module, registry: Registry) -> Iterator[None]:
+    """The time from before planning until ``model`` is bound, in which no other thread binds it or a part of it.
 
-
-def _refuse_unbindable(model: nn.Module) -> None:
+    Raises if the model can't be bound. Unbinds modules that were copied into it from another bound model.
+    """
     if not isinstance(model, nn.Module):
         raise BindingError(f"bind needs a torch.nn.Module, not a {type(model).__name__}")
+    modules = {module for _, module in named_modules(model)}
+    with _lock:
+        if modules & _being_bound:
+            raise BindingError("another bind of this model is running: wait for it, and call binding_of(model)")
+        _being_bound.update(modules)
+    try:
+        _refuse_bound(model)
+        rules = ModelRules(registry)
+        for rule in rules:
+            rule.refuse(model)
+        for module in modules:
+            if any(bindings_in(module)):  # copied from another bound model into this one
+                run_eager(module)
+        for rule in rules:
+            rule.release(model)
+        yield
+    finally:
+        _being_bound.difference_update(modules)
+
+
+def _refuse_bound(model: nn.Module) -> None:
     for _, module in named_modules(model):
         paths = [classes.paths[module] for classes in bindings_in(module) if module in classes.paths]
         if paths or any(isinstance(each, Binding) for each in transformations_of(module)):
@@ -114,13 +133,6 @@ def _refuse_unbindable(model: nn.Module) -> None:
                 f"this model is bound already ({paths[0] if paths else 'the model'}): call binding_of(model).undo() "
                 "first"
             )
-
-
-def _release_copies(model: nn.Module) -> None:
-    """Unbind modules that were copied from another bound model into this one, before this one is bound."""
-    for _, module in named_modules(model):
-        if any(bindings_in(module)):
-            run_eager(module)
 
 
 def _warn_of_sites_left_eager(plan: Plan) -> None:

@@ -139,7 +139,7 @@ class OpsConfig:
         if "preset" not in section and (warn := load_if_installed(f"{_VEOMNI_CONFIGS}:warn_without_preset")):
             warn(choices.values(), registry.ops)
         allowed = _allowed_unused(unused, by_field)
-        backend = _modeling_backend(environ)
+        backend = one_of("MODELING_BACKEND", environ.get("MODELING_BACKEND", "veomni"), ("veomni", "hf"))
         return cls(preset, choices, registry, backend, profile, **settings, require=require, allow_unused=allowed)
 
     def with_value(self, config_field: str, value: Any) -> OpsConfig:
@@ -199,10 +199,3 @@ def _allowed_unused(value: Any, fields: Iterable[str]) -> tuple[str, ...]:
         if name not in [*fields]:
             raise UnknownNameError(f"{UNUSED}: there is no field {name!r}. {did_you_mean(str(name), fields)}")
     return tuple(allowed)
-
-
-def _modeling_backend(environ: Mapping[str, str]) -> str:
-    backend = environ.get("MODELING_BACKEND", "veomni")
-    if backend not in ("veomni", "hf"):
-        raise UnknownNameError(f"MODELING_BACKEND={backend!r} is unknown. {did_you_mean(backend, ['veomni', 'hf'])}")
-    return backend
