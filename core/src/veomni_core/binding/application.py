@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
@@ -46,7 +46,11 @@ def put_into(
     if verify:
         if why := misplaced(model, plan):
             raise BindingError(f"verify=True runs the kernels where the model is, but {why}")
-        verification = _verify_plan()(model, plan, registry, kernels)
+        try:
+            verify_plan = load_from(_VERIFY_PLAN)  # a third of what `bind` would load
+        except ImportError as error:
+            raise BindingError(f"verify=True checks the kernels, and {error}") from error
+        verification = verify_plan(model, plan, registry, kernels)
     binding = Binding(model, plan, ChangeSet(*settings), verification, code)
     binding.apply(_changes(model, plan, registry, kernels, code))
     _warn_of_sites_left_eager(plan)
@@ -75,14 +79,6 @@ def refuse_unverified(plan: Plan, registry: Registry) -> None:
         reasons += [f"{planned.spec} {why}"] if why else []
     if reasons:
         raise KernelUnavailableError("; ".join(reasons))
-
-
-def _verify_plan() -> Callable[[nn.Module, Plan, Registry, Kernels], Verification]:
-    """The checks of ``verify=True``, imported when they are wanted: they are a third of what ``bind`` would load."""
-    try:
-        return load_from(_VERIFY_PLAN)  # type: ignore[no-any-return]
-    except ImportError as error:
-        raise BindingError(f"verify=True checks the kernels, and {error}") from error
 
 
 def _changes(

@@ -17,6 +17,7 @@ from veomni_core.binding.watched_code import WatchedCode
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError
+from veomni_core.planning.choice import expect
 from veomni_core.planning.config import ON_CHANGE, TRAINING_LOGITS, OpsConfig, one_of
 from veomni_core.planning.plan import Plan
 from veomni_core.planning.planner import make_plan
@@ -71,7 +72,7 @@ def bind(
         BindingError: the model, or a part of it, is bound already or just now; two rules put kernels into one module;
             transformers would replace the kernels again; or ``config`` is a plan, for which there is
             :func:`apply_plan`.
-        ConfigError: the config is wrong, or was checked against another registry.
+        ConfigError: the config or another argument is wrong, or it was checked against another registry.
         HostError: this machine has no such ``device``.
         KernelUnavailableError: a requested kernel can't run here, or must pass ``veomni verify`` first.
         KernelLoadError: a kernel's library fails to import; the model is left as it was.
@@ -103,7 +104,7 @@ def bind(
     ranks = Ranks(agree, group, agreement_timeout)
     with ranks.refused_together():
         ops = OpsConfig.of(config, registry)
-    settings = _settings(on_change or ops.on_change, training_logits or ops.training_logits)
+    settings = _settings(verify, on_change or ops.on_change, training_logits or ops.training_logits)
     device_type = device_type_of(device)
 
     def make() -> Plan:
@@ -162,7 +163,8 @@ def apply_plan(
     """
     if not isinstance(plan, Plan):
         raise BindingError(f"apply_plan needs a Plan, not a {type(plan).__name__}; to plan from a config, call bind")
-    settings = _settings(on_change, training_logits)
+    settings = _settings(verify, on_change, training_logits)
+    expect(isinstance(registry, Registry | None), "registry", registry, "a Registry, as of discover()")
     registry = registry or (plan.proven.registry if plan.proven else discover())
     code = WatchedCode()
 
@@ -184,7 +186,7 @@ def apply_proven_plan(
 ) -> Binding:
     """As :func:`apply_plan` on this rank alone, where the caller knows that ``plan`` was proven for such a model."""
     with bound_alone(model, registry):
-        return put_into(model, plan, registry, verify, _settings(on_change, training_logits), _code_of(plan))
+        return put_into(model, plan, registry, verify, _settings(verify, on_change, training_logits), _code_of(plan))
 
 
 def _code_of(plan: Plan) -> WatchedCode:
@@ -192,7 +194,8 @@ def _code_of(plan: Plan) -> WatchedCode:
     return WatchedCode(plan.proven.code if plan.proven else None)
 
 
-def _settings(on_change: str, training_logits: str) -> tuple[str, str]:
+def _settings(verify: bool, on_change: str, training_logits: str) -> tuple[str, str]:
+    expect(isinstance(verify, bool), "verify", verify, "True or False")
     return one_of("on_change", on_change, ON_CHANGE), one_of("training_logits", training_logits, TRAINING_LOGITS)
 
 
