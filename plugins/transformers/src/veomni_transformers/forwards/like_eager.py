@@ -22,7 +22,6 @@ except ImportError:  # transformers before 5.3
 
 Function = Callable[..., Any]
 EAGER_FUNCTION = "eager_attention_forward"  # how the modeling files' eager functions are called, or end
-_REFUSES = "_veomni_refuses_boolean_masks"
 
 
 @lru_cache(maxsize=64)
@@ -63,8 +62,6 @@ def refusing_boolean_masks(model: Any) -> Iterator[Change]:
     static cache: there masks stay as they are.
     """
     call = type(model).__call__
-    if hasattr(call, _REFUSES):  # for another config of this model
-        return
 
     @wraps(call)
     def refusing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +69,6 @@ def refusing_boolean_masks(model: Any) -> Iterator[Change]:
             _refuse_boolean({"attention_mask": args[1] if len(args) > 1 else None, **kwargs})
         return call(self, *args, **kwargs)
 
-    setattr(refusing, _REFUSES, True)
     yield ClassChange(model, "__call__", refusing)
 
 
