@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import types
 
@@ -16,7 +17,7 @@ from models import EVERY_KERNEL, FAMILIES, assert_equal_steps, assert_same_bits,
 from veomni_conformance.given_kernels import definitions
 from veomni_core import KernelSpec, OpsConfig, apply_plan, bind, binding_of, make_plan
 from veomni_core.discovery.registry import PluginRecord, build_registry
-from veomni_core.errors import BindingError, ConformanceError, KernelLoadError, UnknownNameError
+from veomni_core.errors import BindingError, ConfigError, ConformanceError, KernelLoadError, UnknownNameError
 from veomni_ops import rms_norm
 
 REGISTRY = counting_registry("one")
@@ -185,6 +186,28 @@ def test_use_kernels_is_refused():
 def test_what_is_no_model_is_refused():
     with pytest.raises(BindingError, match=r"needs a torch.nn.Module, not a dict"):
         bind({}, EVERY_KERNEL, registry=REGISTRY)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"registry": 3}, "registry: expected a Registry, as of discover(), got 3 (int)"),
+        ({"batch": "x"}, "batch: expected two whole numbers above 0, of sequences and their length, got 'x' (str)"),
+        ({"batch": (-1, 3)}, "got (-1, 3) (tuple)"),
+        ({"batch": (2.5, float("nan"))}, "got (2.5, nan) (tuple)"),
+        ({"batch": (True, 3)}, "got (True, 3) (tuple)"),
+        ({"verify": "no"}, "verify: expected True or False, got 'no' (str)"),
+        ({"training": 1}, "training: expected True or False, got 1 (int)"),
+        ({"agree": None}, "agree: expected True or False, got nothing"),
+        ({"group": 3}, "group: expected a torch.distributed.ProcessGroup, got 3 (int)"),
+        ({"agreement_timeout": float("nan")}, "agreement_timeout: expected seconds above 0, got nan (float)"),
+        ({"agreement_timeout": -1}, "agreement_timeout: expected seconds above 0, got -1 (int)"),
+    ],
+    ids=str,
+)
+def test_an_argument_that_means_nothing_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        bind(nn.Linear(2, 2), {"preset": "auto"}, **{"registry": REGISTRY, **arguments})
 
 
 def test_a_model_without_sites_binds_to_nothing():

@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from models import (
     tokens,
 )
 from veomni_core import bind, binding_of, find_sites
+from veomni_core.binding.application import put_into
 from veomni_core.errors import BindingError, BoundModelPickleError
 
 REGISTRY = counting_registry("one")
@@ -108,6 +110,27 @@ def test_a_copied_part_binds_and_unbinds_on_its_own():
     assert not calls
     step(model)
     assert calls[("rms_norm", "standard", "one")] == 5
+
+
+def test_of_binds_at_the_same_time_one_succeeds(monkeypatch):
+    """Another thread binds the model, and a part of it, while the first bind has planned and not changed anything."""
+    model, eager, refused = build("llama"), build("llama"), []
+
+    def bind_meanwhile(*arguments):
+        monkeypatch.undo()
+        with ThreadPoolExecutor(1) as others:
+            again = [others.submit(bind, each, EVERY_KERNEL, registry=REGISTRY) for each in (model, model.model)]
+        refused.extend(each.exception() for each in again)
+        return put_into(*arguments)
+
+    monkeypatch.setattr("veomni_core.binding.bind.put_into", bind_meanwhile)
+    binding = bind(model, EVERY_KERNEL, registry=REGISTRY)
+    assert [type(each) for each in refused] == [BindingError] * 2
+    assert all("another bind of this model is running" in str(each) for each in refused)
+    assert_equal_steps(step(model), step(eager))
+    binding.undo()
+    assert_same_bits(step(model), step(eager))
+    bind(model, EVERY_KERNEL, registry=REGISTRY).undo()
 
 
 def test_a_shallow_copy_is_bound_with_its_original():

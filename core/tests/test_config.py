@@ -105,9 +105,9 @@ def test_a_field_may_be_allowed_to_be_unused():
     for allowed, fields in ((["rms_norm_implementation"], 1), ([], 0), (False, 0), (None, 0)):
         assert len(OpsConfig.from_dict({**config, "allow_unused": allowed}).allow_unused) == fields
     assert {*OpsConfig.from_dict({**config, "allow_unused": True}).allow_unused} >= {"moe_implementation"}
-    with pytest.raises(UnknownNameError, match="allow_unused: there is no field 'rms_norm'. Did you mean 'rms_norm_im"):
+    with pytest.raises(UnknownNameError, match="allow_unused: 'rms_norm' is unknown. Did you mean 'rms_norm_im"):
         OpsConfig.from_dict({**config, "allow_unused": ["rms_norm"]})
-    with pytest.raises(UnknownNameError, match="there is no field {}"):
+    with pytest.raises(UnknownNameError, match="allow_unused: {} is unknown"):
         OpsConfig.from_dict({**config, "allow_unused": [{}]})
     for wrong in ("yes", {"rms_norm_implementation": True}, 1):
         with pytest.raises(ConfigError, match="allow_unused: expected true, false, or a list of fields, got"):
@@ -249,6 +249,7 @@ def test_a_removed_variable_is_answered_by_the_field(variable, field):
         ({"rms_norm_implementation": {"*": "quak"}}, r"rms_norm_implementation\['\*'\]: 'quak' is unknown"),
         ({"preset": "cpu"}, "preset: 'cpu' is unknown"),
         ({"profile": {"rms_nom": {}}}, "op 'rms_nom' is not registered. Did you mean 'rms_norm'"),
+        ({"profile": {"rms_norm": {"tritn": 1.0}}}, "profile.rms_norm: 'tritn' is unknown. Did you mean 'triton'"),
     ],
 )
 def test_unknown_names_are_answered_by_the_nearest(data, message):
@@ -264,6 +265,13 @@ def test_a_value_of_the_wrong_type_is_refused(value):
     assert ("Leave the field out" in str(error.value)) == (value is None)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -5.0, True, "1 ms", None])
+def test_a_measured_time_that_is_none_is_refused(value):
+    wanted = f"profile.rms_norm.torch: expected milliseconds, got {'nothing' if value is None else repr(value)}"
+    with pytest.raises(ConfigError, match=wanted):
+        OpsConfig.from_dict({"profile": {"rms_norm": {"torch": value, "eager": 0.0}}})
+
+
 @pytest.mark.parametrize(
     "data", [None, [], "auto", {"model": {}}, {"model": None}, {"model": {"ops_implementation": None}}]
 )
@@ -275,7 +283,7 @@ def test_a_missing_section_is_never_all_eager(data):
 def test_modeling_backend():
     assert OpsConfig.from_dict({}, environ={"MODELING_BACKEND": "hf"}).backend == "hf"
     assert OpsConfig.from_dict({}, environ={}).backend == "veomni"
-    with pytest.raises(UnknownNameError, match="MODELING_BACKEND='HF' is unknown. Did you mean|Known"):
+    with pytest.raises(UnknownNameError, match="MODELING_BACKEND: 'HF' is unknown. Did you mean|Known"):
         OpsConfig.from_dict({}, environ={"MODELING_BACKEND": "HF"})
 
 

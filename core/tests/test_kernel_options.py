@@ -106,7 +106,7 @@ def test_an_entry_with_options_may_stand_in_a_list():
         ({"exact": 1}, f"{FIELD}: exact must be of type bool, got 1"),
         ({"order": "sideways"}, f"{FIELD}: order must be one of 'up', 'down', got 'sideways'"),
         ({"row": 8}, "rms_norm/standard:acme has no option 'row'. Did you mean 'rows'?"),
-        ([8], f"{FIELD}: options must be a mapping from names to values"),
+        ([8], f"{FIELD}: options: expected a mapping from names to values"),
     ],
 )
 def test_a_wrong_value_is_refused_in_the_config(options, message):

@@ -72,10 +72,55 @@ def test_a_step_with_padding_is_the_models_own_even_where_padding_counts(family,
 @pytest.mark.parametrize("hidden", [-1e9, -1e30, LOWEST])
 def test_masks_of_four_dimensions_are_the_models_own(family, kernel, hidden):
     bound, unbound = model(family), model(family)
-    kept = torch.ones(9, 9, dtype=torch.bool).tril() & torch.tensor(MASKS["left"], dtype=torch.bool)[:, None, None]
-    added = torch.zeros(kept.shape).masked_fill(~kept, hidden)
+    added = torch.zeros(2, 1, 9, 9).masked_fill(~kept_of_two_rows(), hidden)
     with bind(bound, {**ATTENTION, "attn_implementation": kernel}):
         assert_equal_steps(step(bound, added), step(unbound, added))
+
+
+def kept_of_two_rows():
+    return torch.ones(9, 9, dtype=torch.bool).tril() & torch.tensor(MASKS["left"], dtype=torch.bool)[:, None, None]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_masks_of_any_dtype_are_added_as_eager_attention_adds_them(kernel, dtype):
+    bound, unbound = model("llama"), model("llama")
+    hidden = {torch.int64: -(10**6), torch.float16: -6e4}.get(dtype, -1e9)
+    added = torch.zeros(2, 1, 9, 9, dtype=dtype).masked_fill(~kept_of_two_rows(), hidden)
+    with bind(bound, {**ATTENTION, "attn_implementation": kernel}):
+        for mask in (added, kept_of_two_rows().to(dtype)):
+            assert_equal_steps(step(bound, mask), step(unbound, mask))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_of_minus_infinity_give_nan(kernel):
+    bound, unbound = model("llama"), model("llama")
+    added = torch.zeros(2, 1, 9, 9).masked_fill(~kept_of_two_rows(), -torch.inf)
+    with bind(bound, {**ATTENTION, "attn_implementation": kernel}):
+        for found, wanted in zip(*(step(each, added)[1].values() for each in (bound, unbound)), strict=True):
+            assert torch.equal(found.isnan(), wanted.isnan())
+        logits = [each(input_ids=tokens(), attention_mask=added).logits for each in (bound, unbound)]
+    torch.testing.assert_close(*logits, equal_nan=True)
+    assert logits[0].isnan().any() and not logits[0].isnan().all()
+
+
+def test_a_boolean_mask_of_the_caller_is_added_as_eager_attention_adds_it_or_refused():
+    unbound, mask = model("llama"), kept_of_two_rows()
+    with bind(bound := model("llama"), {**ATTENTION, "attn_implementation": "fixed_order"}):
+        assert_equal_steps(step(bound, mask), step(unbound, mask))
+    bound = model("llama")
+    with bind(bound, ATTENTION):
+        for given in (mask, {"full_attention": mask}):
+            with pytest.raises(ConfigError, match="attention_mask is boolean .* adds True as 1 .* Pass numbers to add"):
+                step(bound, given)
+        with pytest.raises(ConfigError, match="attention_mask is boolean"):
+            bound(tokens(), mask)
+        padded = {"attention_mask": torch.tensor(MASKS["left"]), "max_new_tokens": 3, "do_sample": False}
+        found, wanted = (
+            each.eval().generate(tokens(), **padded, cache_implementation="static") for each in (bound, unbound)
+        )
+        assert torch.equal(found, wanted)
+    assert_equal_steps(step(bound.train(), mask), step(unbound.train(), mask))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -89,7 +134,7 @@ def test_gradients_at_queries_that_see_no_key_are_eager_attentions(dtype, biased
     drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     mine, theirs = ([each.clone().to(to).requires_grad_() for each in drawn] for to in (dtype, torch.float32))
     options = [{"scaling": 0.3, **({"position_bias": each[3]} if biased else {})} for each in (mine, theirs)]
-    found, _ = like_eager(sdpa, from_the_first_key=True)(module, *mine[:3], mask, **options[0])
+    found, _ = like_eager(sdpa, from_the_first_key=True, boolean_masks=True)(module, *mine[:3], mask, **options[0])
     wanted = eager(*theirs[:3], mask, **options[1])
     upstream = torch.randn(wanted.shape, generator=generator)
     leaves = 4 if biased else 3

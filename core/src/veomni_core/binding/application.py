@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -29,6 +31,8 @@ from veomni_core.sites.walk import named_modules
 
 logger = logging.getLogger(__name__)
 _VERIFY_PLAN = "veomni_conformance.bound_models.verification:verify_plan"
+_lock = threading.Lock()
+_being_bound: set[nn.Module] = set()  # modules of the models that bind works on now, in any thread
 
 
 def put_into(
@@ -42,7 +46,11 @@ def put_into(
     if verify:
         if why := misplaced(model, plan):
             raise BindingError(f"verify=True runs the kernels where the model is, but {why}")
-        verification = _verify_plan()(model, plan, registry, kernels)
+        try:
+            verify_plan = load_from(_VERIFY_PLAN)  # a third of what `bind` would load
+        except ImportError as error:
+            raise BindingError(f"verify=True checks the kernels, and {error}") from error
+        verification = verify_plan(model, plan, registry, kernels)
     binding = Binding(model, plan, ChangeSet(*settings), verification, code)
     binding.apply(_changes(model, plan, registry, kernels, code))
     _warn_of_sites_left_eager(plan)
@@ -73,14 +81,6 @@ def refuse_unverified(plan: Plan, registry: Registry) -> None:
         raise KernelUnavailableError("; ".join(reasons))
 
 
-def _verify_plan() -> Callable[[nn.Module, Plan, Registry, Kernels], Verification]:
-    """The checks of ``verify=True``, imported when they are wanted: they are a third of what ``bind`` would load."""
-    try:
-        return load_from(_VERIFY_PLAN)  # type: ignore[no-any-return]
-    except ImportError as error:
-        raise BindingError(f"verify=True checks the kernels, and {error}") from error
-
-
 def _changes(
     model: nn.Module, plan: Plan, registry: Registry, kernels: Kernels, code: WatchedCode
 ) -> Iterator[tuple[str, str, Change]]:
@@ -93,20 +93,35 @@ def _changes(
         yield "", "", look
 
 
-def make_ready(model: nn.Module, registry: Registry) -> None:
-    """Raise if the model can't be bound. Unbind modules that were copied into it from another bound model."""
-    _refuse_unbindable(model)
-    rules = ModelRules(registry)
-    for rule in rules:
-        rule.refuse(model)
-    _release_copies(model)
-    for rule in rules:
-        rule.release(model)
+@contextmanager
+def bound_alone(model: nn.Module, registry: Registry) -> Iterator[None]:
+    """The time from before planning until ``model`` is bound, in which no other thread binds it or a part of it.
 
-
-def _refuse_unbindable(model: nn.Module) -> None:
+    Raises if the model can't be bound. Unbinds modules that were copied into it from another bound model.
+    """
     if not isinstance(model, nn.Module):
         raise BindingError(f"bind needs a torch.nn.Module, not a {type(model).__name__}")
+    modules = {module for _, module in named_modules(model)}
+    with _lock:
+        if modules & _being_bound:
+            raise BindingError("another bind of this model is running: wait for it, and call binding_of(model)")
+        _being_bound.update(modules)
+    try:
+        _refuse_bound(model)
+        rules = ModelRules(registry)
+        for rule in rules:
+            rule.refuse(model)
+        for module in modules:
+            if any(bindings_in(module)):  # copied from another bound model into this one
+                run_eager(module)
+        for rule in rules:
+            rule.release(model)
+        yield
+    finally:
+        _being_bound.difference_update(modules)
+
+
+def _refuse_bound(model: nn.Module) -> None:
     for _, module in named_modules(model):
         paths = [classes.paths[module] for classes in bindings_in(module) if module in classes.paths]
         if paths or any(isinstance(each, Binding) for each in transformations_of(module)):
@@ -114,13 +129,6 @@ def _refuse_unbindable(model: nn.Module) -> None:
                 f"this model is bound already ({paths[0] if paths else 'the model'}): call binding_of(model).undo() "
                 "first"
             )
-
-
-def _release_copies(model: nn.Module) -> None:
-    """Unbind modules that were copied from another bound model into this one, before this one is bound."""
-    for _, module in named_modules(model):
-        if any(bindings_in(module)):
-            run_eager(module)
 
 
 def _warn_of_sites_left_eager(plan: Plan) -> None:

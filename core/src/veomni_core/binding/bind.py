@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.binding.application import make_ready, put_into
+from veomni_core.binding.application import bound_alone, put_into
 from veomni_core.binding.binding import Binding
 from veomni_core.binding.placement import device_type_of
 from veomni_core.binding.planned_model import refuse_another_model
@@ -17,6 +17,7 @@ from veomni_core.binding.watched_code import WatchedCode
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError
+from veomni_core.planning.choice import expect
 from veomni_core.planning.config import ON_CHANGE, TRAINING_LOGITS, OpsConfig, one_of
 from veomni_core.planning.plan import Plan
 from veomni_core.planning.planner import make_plan
@@ -68,10 +69,10 @@ def bind(
         The binding, with its receipt and :meth:`Binding.undo`.
 
     Raises:
-        BindingError: the model, or a part of it, is bound already; two rules put kernels into one module;
+        BindingError: the model, or a part of it, is bound already or just now; two rules put kernels into one module;
             transformers would replace the kernels again; or ``config`` is a plan, for which there is
             :func:`apply_plan`.
-        ConfigError: the config is wrong, or was checked against another registry.
+        ConfigError: the config or another argument is wrong, or it was checked against another registry.
         HostError: this machine has no such ``device``.
         KernelUnavailableError: a requested kernel can't run here, or must pass ``veomni verify`` first.
         KernelLoadError: a kernel's library fails to import; the model is left as it was.
@@ -103,18 +104,18 @@ def bind(
     ranks = Ranks(agree, group, agreement_timeout)
     with ranks.refused_together():
         ops = OpsConfig.of(config, registry)
-    settings = _settings(on_change or ops.on_change, training_logits or ops.training_logits)
+    settings = _settings(verify, on_change or ops.on_change, training_logits or ops.training_logits)
     device_type = device_type_of(device)
-    make_ready(model, ops.registry)
 
     def make() -> Plan:
         hardware = None if device_type is None else ops.registry.detect_hardware(device_type)
         return make_plan(model, ops, hardware=hardware, autocast=autocast, training=training, batch=batch)
 
-    plan = ranks.agree_on(make)
-    if device is None:
-        _warn_of_an_idle_accelerator(plan, ops.registry)
-    return put_into(model, plan, ops.registry, verify, settings, _code_of(plan))
+    with bound_alone(model, ops.registry):
+        plan = ranks.agree_on(make)
+        if device is None:
+            _warn_of_an_idle_accelerator(plan, ops.registry)
+        return put_into(model, plan, ops.registry, verify, settings, _code_of(plan))
 
 
 def apply_plan(
@@ -162,9 +163,9 @@ def apply_plan(
     """
     if not isinstance(plan, Plan):
         raise BindingError(f"apply_plan needs a Plan, not a {type(plan).__name__}; to plan from a config, call bind")
-    settings = _settings(on_change, training_logits)
+    settings = _settings(verify, on_change, training_logits)
+    expect(isinstance(registry, Registry | None), "registry", registry, "a Registry, as of discover()")
     registry = registry or (plan.proven.registry if plan.proven else discover())
-    make_ready(model, registry)
     code = WatchedCode()
 
     def checked() -> Plan:
@@ -175,16 +176,17 @@ def apply_plan(
             refuse_another_model(model, plan, registry)
         return plan
 
-    Ranks(agree, group, agreement_timeout).agree_on(checked)
-    return put_into(model, plan, registry, verify, settings, code)
+    with bound_alone(model, registry):
+        Ranks(agree, group, agreement_timeout).agree_on(checked)
+        return put_into(model, plan, registry, verify, settings, code)
 
 
 def apply_proven_plan(
     model: nn.Module, plan: Plan, registry: Registry, *, verify: bool, on_change: str, training_logits: str
 ) -> Binding:
     """As :func:`apply_plan` on this rank alone, where the caller knows that ``plan`` was proven for such a model."""
-    make_ready(model, registry)
-    return put_into(model, plan, registry, verify, _settings(on_change, training_logits), _code_of(plan))
+    with bound_alone(model, registry):
+        return put_into(model, plan, registry, verify, _settings(verify, on_change, training_logits), _code_of(plan))
 
 
 def _code_of(plan: Plan) -> WatchedCode:
@@ -192,7 +194,8 @@ def _code_of(plan: Plan) -> WatchedCode:
     return WatchedCode(plan.proven.code if plan.proven else None)
 
 
-def _settings(on_change: str, training_logits: str) -> tuple[str, str]:
+def _settings(verify: bool, on_change: str, training_logits: str) -> tuple[str, str]:
+    expect(isinstance(verify, bool), "verify", verify, "True or False")
     return one_of("on_change", on_change, ON_CHANGE), one_of("training_logits", training_logits, TRAINING_LOGITS)
 
 

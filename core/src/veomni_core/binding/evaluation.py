@@ -22,10 +22,9 @@ def loaded(spec: KernelSpec) -> Callable[..., Any]:
         KernelLoadError: as of :meth:`KernelSpec.load`.
     """
     kernel = spec.load()
-    return kernel if spec.backward else _without_gradients(kernel, spec)
+    if spec.backward:
+        return kernel
 
-
-def _without_gradients(kernel: Callable[..., Any], spec: KernelSpec) -> Callable[..., Any]:
     @wraps(kernel)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and any(

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+from torch import distributed
+
 from veomni_core.descriptions.references import load_from
 from veomni_core.errors import BindingError, LockFileError, LockMismatchError
+from veomni_core.planning.choice import expect, is_finite
 from veomni_core.planning.plan import Plan
 
 AGREEMENT_TIMEOUT = 300.0
@@ -30,6 +33,14 @@ class Ranks:
     group: Any = None
     timeout: float = AGREEMENT_TIMEOUT
 
+    def __post_init__(self) -> None:
+        expect(is_finite(self.timeout) and self.timeout > 0, "agreement_timeout", self.timeout, "seconds above 0")
+        expect(isinstance(self.agree, bool), "agree", self.agree, "True or False")
+        if self.group is not None and distributed.is_available():
+            outside = self.group == distributed.GroupMember.NON_GROUP_MEMBER  # as `new_group` returns it there
+            known = outside or isinstance(self.group, distributed.ProcessGroup)
+            expect(known, "group", self.group, "a torch.distributed.ProcessGroup")
+
     def agree_on(self, make: Callable[[], Plan]) -> Plan:
         """Call ``make``, and return its plan once every rank has the same one. Without other ranks that is at once.
 
@@ -38,8 +49,6 @@ class Ranks:
                 (:func:`veomni_conformance.ranks.agreement.agree_on_plan`).
             BindingError: this process is not in the group, or veomni-conformance is not installed.
         """
-        from torch import distributed
-
         if not (self.agree and distributed.is_available() and distributed.is_initialized()):
             return make()
         ranks = distributed.get_process_group_ranks(self.group or distributed.group.WORLD)

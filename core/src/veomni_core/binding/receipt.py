@@ -151,7 +151,10 @@ class Receipt:
 
     def _reasons(self, op: OpDecision) -> dict[str, list[str]]:
         """By reason, the sites at which no kernel of the op runs."""
-        reasons = _eager_reasons(op)
+        reasons: dict[str, list[str]] = {}
+        for decision in op.left_eager:
+            where = "" if decision.runs == EAGER else f"; the model is set to {decision.runs}"
+            reasons.setdefault(decision.reason + where, []).append(decision.site.path)
         for path in (each.site.path for each in op.sites if each.bound and each.site.path in self.not_called):
             reasons.setdefault(self.not_called[path], []).append(path)
         return reasons
@@ -186,11 +189,3 @@ def _op_to_dict(op: OpDecision) -> dict[str, Any]:
 def _declared(op: OpDecision) -> int:
     """How many bound sites have a variant that was declared by modeling code or a plugin's rule, not proven."""
     return sum(decision.bound and decision.site.declared for decision in op.sites)
-
-
-def _eager_reasons(op: OpDecision) -> dict[str, list[str]]:
-    reasons: dict[str, list[str]] = {}
-    for decision in op.left_eager:
-        where = "" if decision.runs == EAGER else f"; the model is set to {decision.runs}"
-        reasons.setdefault(decision.reason + where, []).append(decision.site.path)
-    return reasons

@@ -82,9 +82,7 @@ class BoundClasses:
         owners = self.owners.get(module)
         if owners is None:
             self.note(path, what)
-            run_eager(module)
-            return
-        for owner in owners:
+        for owner in owners or ():
             self.note(self.paths.get(owner, "a bound module"), f"{path}: {what}")
             if is_bound_by(owner, self):
                 run_eager(owner)

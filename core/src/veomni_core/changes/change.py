@@ -50,13 +50,9 @@ class Change(Protocol):
 
 
 class _Missing:
-    """Marks an attribute that did not exist before. A deepcopy keeps the same object, so ``is`` still works."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Missing:
-        return self
+    """Marks an attribute that did not exist before. A deepcopy keeps the class itself, so ``is`` still works."""
 
 
-_MISSING = _Missing()
 _PLAIN = (bool, int, float, str)
 
 
@@ -83,7 +79,7 @@ class AttributeChange:
     def __init__(self, target: Any, name: str, value: Any) -> None:
         self._target = weakref.ref(target)
         self.name, self.value = name, value
-        self._before: Any = _MISSING
+        self._before: Any = _Missing
 
     @property
     def target(self) -> Any:
@@ -91,7 +87,7 @@ class AttributeChange:
         return self._target()
 
     def apply(self) -> None:
-        self._before = vars(self.target).get(self.name, _MISSING)
+        self._before = vars(self.target).get(self.name, _Missing)
         vars(self.target)[self.name] = self.value
 
     @property
@@ -108,7 +104,7 @@ class AttributeChange:
         target = self.target
         if target is None or self.overridden():
             return
-        if self._before is _MISSING:
+        if self._before is _Missing:
             vars(target).pop(self.name, None)
         else:
             vars(target)[self.name] = self._before

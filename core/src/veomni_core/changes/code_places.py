@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any
+
+from veomni_core.changes.forward_functions import contents_of
 
 _ABSENT = object()
 
@@ -55,12 +57,5 @@ def _parts(value: Any) -> tuple[Any, ...]:
     function = getattr(value, "fget" if type(value) is property else "__func__", value)
     if type(function) is not FunctionType:
         return ()
-    cells = map(_contents, function.__closure__ or ())
+    cells = map(contents_of, function.__closure__ or ())
     return (function.__code__, function.__defaults__, function.__kwdefaults__, *cells)
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a name that is assigned later
-        return _ABSENT

@@ -53,7 +53,7 @@ def names_in(function: Function) -> set[str]:
         for code in _codes(layer.__code__):
             names.update(code.co_names, *(_strings(constant) for constant in code.co_consts))
         for cell in layer.__closure__ or ():
-            names.update(_strings(_contents(cell)))
+            names.update(_strings(contents_of(cell)))
     return names
 
 
@@ -129,7 +129,7 @@ def _replace_within(value: Any, renewed: Function, depth: int, undo: list[Callab
     if depth > _DEEPEST or isinstance(value, nn.Module) or not callable(value):
         return
     for cell in getattr(value, "__closure__", None) or ():
-        contents = _contents(cell)
+        contents = contents_of(cell)
         if (fresh := renewed(contents)) is not contents:
             cell.cell_contents = fresh
             undo.append(partial(setattr, cell, "cell_contents", contents))
@@ -147,7 +147,7 @@ def _replace_within(value: Any, renewed: Function, depth: int, undo: list[Callab
 def _equivalence(function: Function, depth: int) -> Hashable:
     if not isinstance(function, FunctionType) or depth > _DEEPEST:
         return id(function)
-    cells = tuple(_value(_contents(cell), depth + 1) for cell in function.__closure__ or ())
+    cells = tuple(_value(contents_of(cell), depth + 1) for cell in function.__closure__ or ())
     defaults = (_value(function.__defaults__, depth), _value(function.__kwdefaults__, depth))
     return (function.__code__, _used_globals(function), cells, defaults)
 
@@ -175,7 +175,7 @@ def layers(function: Any, depth: int = 0) -> Iterator[FunctionType]:
         return
     yield function
     for cell in function.__closure__ or ():
-        yield from layers(_contents(cell), depth + 1)
+        yield from layers(contents_of(cell), depth + 1)
 
 
 def _held(value: Any, depth: int) -> Iterator[Any]:
@@ -185,7 +185,7 @@ def _held(value: Any, depth: int) -> Iterator[Any]:
     within: tuple[Any, ...] = ()
     if isinstance(value, FunctionType):
         kept = (value.__defaults__ or (), (value.__kwdefaults__ or {}).values())
-        within = (*(_contents(cell) for cell in value.__closure__ or ()), *kept[0], *kept[1])
+        within = (*(contents_of(cell) for cell in value.__closure__ or ()), *kept[0], *kept[1])
     elif isinstance(value, MethodType):
         within = (value.__self__, value.__func__)
     elif isinstance(value, partial):
@@ -214,8 +214,9 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(each)
 
 
-def _contents(cell: CellType) -> Any:
+def contents_of(cell: CellType) -> Any:
+    """What the variable of ``cell`` is; ``None`` if it has not been assigned yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # an empty cell: its variable has not been assigned yet
+    except ValueError:
         return None

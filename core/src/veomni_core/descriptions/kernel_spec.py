@@ -186,9 +186,7 @@ class KernelSpec:
         Raises:
             KernelLoadError: the import failed, or what it gave is not callable.
         """
-        if not self.mask:
-            return None
-        return self._imported(self.mask)
+        return self._imported(self.mask) if self.mask else None
 
     def _imported(self, reference: str, made: Callable[[Any], Any] = lambda value: value) -> Callable[..., Any]:
         try:

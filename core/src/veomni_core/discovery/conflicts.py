@@ -11,13 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.discovery.registry import PluginRecord, SkippedKernel, ops_of
 from veomni_core.errors import did_you_mean
 
+_Key = TypeVar("_Key")
 # The core describes nothing itself. It has a record, so that lists and locks name it.
 CORE = PluginRecord("veomni-core", "veomni-core", "built in", "veomni_core", defines=True)
 
@@ -36,12 +37,8 @@ def settle(records: Iterable[PluginRecord]) -> list[PluginRecord]:
 
 def claimed_twice(records: Iterable[PluginRecord]) -> dict[tuple[str, str, str], tuple[str, ...]]:
     """Kernels that several plugins describe, with those plugins. Such a kernel can't be used; the other ones can."""
-    claimants: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for record in records:
-        if record.healthy:
-            for spec in record.kernels:
-                claimants[spec.key].append(str(record))
-    return {key: tuple(sorted(who)) for key, who in claimants.items() if len(who) > 1}
+    claimed = _claimants([record for record in records if record.healthy], "kernels", attrgetter("key"))
+    return {key: tuple(sorted(map(str, who))) for key, who in claimed if len(who) > 1}
 
 
 _MUST_BE_UNIQUE = (
@@ -105,10 +102,10 @@ def _variants_twice(healthy: list[PluginRecord]) -> dict[int, str]:
 
 
 def _claimants(
-    healthy: list[PluginRecord], field: str, key: Callable[[Any], str]
-) -> Iterable[tuple[str, list[PluginRecord]]]:
+    healthy: list[PluginRecord], field: str, key: Callable[[Any], _Key]
+) -> Iterable[tuple[_Key, list[PluginRecord]]]:
     """The plugins that describe each thing of a ``field``, by its ``key``."""
-    found: dict[str, list[PluginRecord]] = defaultdict(list)
+    found: dict[_Key, list[PluginRecord]] = defaultdict(list)
     for record in healthy:
         for described in getattr(record, field):
             found[key(described)].append(record)

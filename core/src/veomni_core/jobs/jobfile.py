@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 from veomni_core.errors import JobFileError
 
 _MOST_VALUES = 1_000_000  # that a file may stand for, once its aliases are followed
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _NO_VALUE = (ValueError, TypeError, KeyError, AttributeError)  # PyYAML's constructors raise them of a date, a number, …
 
 
@@ -36,7 +38,7 @@ class _StrictLoader(yaml.SafeLoader):
         if isinstance(value, int) and abs(value) >= 2**64:
             advice = "write it with a point if it needs no digit of them"
             raise _problem(f"this number has more than 64 bits; {advice}", node)
-        if isinstance(value, str) and not _can_be_encoded(value):
+        if isinstance(value, str) and _SURROGATE.search(value):
             raise _problem(f"{value!r} holds half of a surrogate pair, which is no character", node)
         return value
 
@@ -74,13 +76,6 @@ def _count_values(node: yaml.Node, known: dict[int, int]) -> int:
         )
     known[id(node)] = number
     return number
-
-
-def _can_be_encoded(text: str) -> bool:
-    try:
-        return bool(text.encode()) or not text
-    except UnicodeEncodeError:
-        return False
 
 
 def parse_yaml(text: str, source: str = "YAML") -> Any:

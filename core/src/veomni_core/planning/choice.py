@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -110,6 +111,17 @@ def shown(value: Any) -> str:
     return "got nothing" if value is None else f"got {value!r} ({type(value).__name__})"
 
 
+def expect(holds: bool, name: str, value: Any, what: str) -> None:
+    """Raise ``ConfigError`` unless it holds that ``value`` of the setting or the argument ``name`` is ``what``."""
+    if not holds:
+        raise ConfigError(f"{name}: expected {what}, {shown(value)}")
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number: no boolean, NaN or infinity."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+
+
 def _entries(op: OpSpec, where: str, value: Any, registry: Registry) -> tuple[Requested, ...]:
     entries = value if isinstance(value, list) else [value]
     names = [entry.get(KERNEL) if isinstance(entry, Mapping) else entry for entry in entries]
@@ -130,8 +142,7 @@ def _requested(op: OpSpec, where: str, entry: Any, known: list[str], registry: R
             raise ConfigError(f"{where}: {key!r} is unknown beside {KERNEL!r}. {did_you_mean(str(key), [OPTIONS])}")
     name = _checked_name(op, where, entry[KERNEL], known, registry)
     options = entry.get(OPTIONS) or {}
-    if not isinstance(options, Mapping):
-        raise ConfigError(f"{where}: {OPTIONS} must be a mapping from names to values; {shown(options)}")
+    expect(isinstance(options, Mapping), f"{where}: {OPTIONS}", options, "a mapping from names to values")
     return Requested(name, _checked_options(op, where, name, options, registry))
 
 

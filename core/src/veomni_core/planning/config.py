@@ -14,7 +14,7 @@ from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConfigError, MissingOpsImplementationError, UnknownNameError, did_you_mean
 from veomni_core.jobs.jobfile import load_yaml
-from veomni_core.planning.choice import AUTO, Choice, preset_choice, shown, written_choice
+from veomni_core.planning.choice import AUTO, Choice, expect, is_finite, preset_choice, shown, written_choice
 
 VERIFIED, UNUSED = "verified", "allow_unused"
 # What ``require`` may ask; but for the first two, each is the field of a spec that promises it.
@@ -111,6 +111,7 @@ class OpsConfig:
             ConfigError: a value has the wrong type.
         """
         environ = os.environ if environ is None else environ
+        expect(isinstance(registry, Registry | None), "registry", registry, "a Registry, as of discover()")
         registry = registry or discover(environ)
         section = _ops_section(data)
         fields = dict(section)
@@ -120,8 +121,7 @@ class OpsConfig:
         require = tuple(dict.fromkeys(one_of("require", each, REQUIREMENTS) for each in asked if each != "nothing"))
         settings = {name: one_of(name, fields.pop(name, values[0]), values) for name, values in _SETTINGS.items()}
         presets = known_presets(registry)
-        if str(preset) not in presets:
-            raise UnknownNameError(f"preset: {preset!r} is unknown. {did_you_mean(str(preset), presets)}")
+        one_of("preset", preset, tuple(presets))
         _check_profile(profile, registry)
         by_field = {op.config_field: op for op in registry.ops.values()}
         for name in fields:
@@ -139,7 +139,7 @@ class OpsConfig:
         if "preset" not in section and (warn := load_if_installed(f"{_VEOMNI_CONFIGS}:warn_without_preset")):
             warn(choices.values(), registry.ops)
         allowed = _allowed_unused(unused, by_field)
-        backend = _modeling_backend(environ)
+        backend = one_of("MODELING_BACKEND", environ.get("MODELING_BACKEND", "veomni"), ("veomni", "hf"))
         return cls(preset, choices, registry, backend, profile, **settings, require=require, allow_unused=allowed)
 
     def with_value(self, config_field: str, value: Any) -> OpsConfig:
@@ -183,26 +183,17 @@ def known_presets(registry: Registry) -> dict[str, dict[str, str]]:
 
 
 def _check_profile(profile: Any, registry: Registry) -> None:
-    if not isinstance(profile, Mapping):
-        raise ConfigError(f"profile: expected {{op: {{kernel: milliseconds}}}}, {shown(profile)}")
+    expect(isinstance(profile, Mapping), "profile", profile, "{op: {kernel: milliseconds}}")
     for op, times in profile.items():
         registry.op(op)
-        if not isinstance(times, Mapping) or not all(isinstance(ms, (int, float)) for ms in times.values()):
-            raise ConfigError(f"profile.{op}: expected {{kernel: milliseconds}}, {shown(times)}")
+        expect(isinstance(times, Mapping), f"profile.{op}", times, "{kernel: milliseconds}")
+        for name, ms in times.items():
+            one_of(f"profile.{op}", name, (EAGER, *registry.known_values(op)))
+            expect(is_finite(ms) and ms >= 0, f"profile.{op}.{name}", ms, "milliseconds")
 
 
 def _allowed_unused(value: Any, fields: Iterable[str]) -> tuple[str, ...]:
     allowed = tuple(fields) if value is True else value or ()
-    if isinstance(allowed, (str, Mapping)) or not isinstance(allowed, Collection):
-        raise ConfigError(f"{UNUSED}: expected true, false, or a list of fields, {shown(value)}")
-    for name in allowed:
-        if name not in [*fields]:
-            raise UnknownNameError(f"{UNUSED}: there is no field {name!r}. {did_you_mean(str(name), fields)}")
-    return tuple(allowed)
-
-
-def _modeling_backend(environ: Mapping[str, str]) -> str:
-    backend = environ.get("MODELING_BACKEND", "veomni")
-    if backend not in ("veomni", "hf"):
-        raise UnknownNameError(f"MODELING_BACKEND={backend!r} is unknown. {did_you_mean(backend, ['veomni', 'hf'])}")
-    return backend
+    is_list = isinstance(allowed, Collection) and not isinstance(allowed, (str, Mapping))
+    expect(is_list, UNUSED, value, "true, false, or a list of fields")
+    return tuple(one_of(UNUSED, name, tuple(fields)) for name in allowed)

@@ -12,8 +12,9 @@ from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.references import load_if_installed
 from veomni_core.descriptions.sharding import WHOLE
 from veomni_core.discovery.registry import Registry
-from veomni_core.errors import BindingError, UnknownNameError, did_you_mean
-from veomni_core.planning.config import VERIFIED, OpsConfig
+from veomni_core.errors import BindingError
+from veomni_core.planning.choice import expect
+from veomni_core.planning.config import VERIFIED, OpsConfig, one_of
 from veomni_core.planning.decisions import OpDecision, SiteDecision
 from veomni_core.planning.evidence import Evidence, Times, evidence_on, times_of
 from veomni_core.planning.plan import Plan, PlannedKernel
@@ -52,7 +53,7 @@ def make_plan(
 
     Raises:
         BindingError: ``model`` is not a module, or is bound.
-        ConfigError: ``model`` can't be sharded as ``distributed_config`` says.
+        ConfigError: ``model`` can't be sharded as ``distributed_config`` says; ``batch`` isn't two whole numbers.
         HostError: this version of transformers has no distributed engine; or the profile of these steps is damaged.
         UnknownNameError: PyTorch can't autocast to ``autocast``.
         KernelUnavailableError: a requested kernel cannot run here. One message covers all fields, each with the reasons
@@ -81,6 +82,11 @@ def make_plan(
     from veomni_core.sites.proven_model import ProvenModel
 
     config = OpsConfig.of(config, registry)
+    expect(isinstance(training, bool), "training", training, "True or False")
+    are_two = batch is None or (isinstance(batch, (tuple, list)) and [type(each) for each in batch] == [int, int])
+    expect(
+        are_two and min(batch or (1,)) > 0, "batch", batch, "two whole numbers above 0, of sequences and their length"
+    )
     found = search(model, config.registry, distributed_config)
     # What divides a whole model puts its parts on the accelerator.
     if hardware is None and distributed_config is None and _is_on_the_cpu(model):
@@ -175,10 +181,7 @@ def _autocast_name(autocast: Any) -> str | None:
     """The dtype's name in configs. ``torch.bfloat16`` is recognised by its ``str``, so torch need not be imported."""
     if autocast is None:
         return None
-    name = str(autocast).removeprefix("torch.")
-    if name not in AUTOCAST_DTYPES:
-        raise UnknownNameError(f"autocast: {name!r} is unknown. {did_you_mean(name, AUTOCAST_DTYPES)}")
-    return name
+    return one_of("autocast", str(autocast).removeprefix("torch."), AUTOCAST_DTYPES)
 
 
 def _decide(op_name: str, config: OpsConfig, selection: Selection, sites: Iterable[Site]) -> OpDecision:

@@ -120,10 +120,9 @@ def search(model: nn.Module, registry: Registry | None = None, distributed_confi
             failure += str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}"
             if plugin is None or plugin.defines:
                 raise SpecError(failure) from error
-            failed.append(
-                f"{failure}. {plugin} brings this rule; set VEOMNI_PLUGINS_BLOCK={plugin.name} to leave it out"
-            )
-            logger.warning("no site of this rule is bound: %s", failed[-1], exc_info=error)
+            failure += f". {plugin} brings this rule; set VEOMNI_PLUGINS_BLOCK={plugin.name} to leave it out"
+            failed.append(failure)
+            logger.warning("no site of this rule is bound: %s", failure, exc_info=error)
     view.finish()
     sites += view.not_found({*registry.ops} - {site.op_name for site in sites})
     ordered = sorted(sites, key=lambda site: (site.op_name, site.rule, _natural(site.path)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
+from veomni_conformance.process_state import listed
 from veomni_conformance.situations import first_of, reveal
 from veomni_conformance.subject import Outcome, Position, Subject
 
@@ -22,7 +23,7 @@ def check_frozen_inputs(subject: Subject, position: Position) -> Iterator[str]:
     yield from first_of(
         sentence
         for frozen in _subsets(names)
-        for sentence in reveal(f"with {_listed(frozen)} frozen", lambda f=frozen: _freeze(subject, position, f))  # type: ignore[misc]
+        for sentence in reveal(f"with {listed(frozen)} frozen", lambda f=frozen: _freeze(subject, position, f))  # type: ignore[misc]
     )
     if subject.spec.backward and len(names) > 1:
         yield from first_of(
@@ -60,7 +61,3 @@ def _alone(subject: Subject, position: Position, name: str) -> str | None:
     results = subject.call(sample)
     gradients = subject.gradients(results, sample, only=(name,))
     return subject.problem(Outcome(tuple(result.detach() for result in results), gradients), subject.exact(position))
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,16 +92,16 @@ def _changed(subject: Subject, position: Position) -> str | None:
         subject.call(subject.draw(position))
     if changes := before.changes():
         before.restore()
-        return f"it changes {_listed(changes)} without gradients"
+        return f"it changes {listed(changes)} without gradients"
     results = subject.call(sample)
     if changes := before.changes():
         before.restore()
-        return f"its forward changes {_listed(changes)}"
+        return f"its forward changes {listed(changes)}"
     if subject.spec.backward:
         subject.gradients(results, sample)
         if changes := before.changes():
             before.restore()
-            return f"its backward changes {_listed(changes)}"
+            return f"its backward changes {listed(changes)}"
     return None
 
 
@@ -220,5 +220,6 @@ def _equal(a: Any, b: Any) -> bool:
     return bool((a == b).all()) if hasattr(a, "dtype") and hasattr(a, "all") else bool(a == b)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """``names`` as one phrase."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_ops.contract import Sample, leaf
+from veomni_core.kernels import IGNORED
+from veomni_ops.contract import Draw, Sample, leaf
 
 _CANDIDATES = 24
 LAYOUTS = CONTIGUOUS, EVERY_OTHER, TRANSPOSED = "contiguous", "every other", "transposed"
@@ -115,3 +116,13 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
     if layout == TRANSPOSED:
         tensor = tensor.transpose(0, -2).contiguous().transpose(0, -2)
     return leaf(tensor)
+
+
+def head_problem(
+    draw: Draw, tokens: int, hidden: int, vocabulary: int, ignored: int = 0, scale: float = 1.0
+) -> tuple[Tensor, ...]:
+    """Hidden states, an output projection's weight, and labels, of which the first ``ignored`` count in no loss."""
+    labels = draw.integers(vocabulary, tokens)
+    labels[:ignored] = IGNORED
+    weight = draw.normal(vocabulary, hidden, scale=scale * hidden**-0.5)
+    return leaf(draw.normal(tokens, hidden)), leaf(weight), labels

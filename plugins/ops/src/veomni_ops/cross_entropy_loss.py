@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_core.kernels import IGNORED
-from veomni_ops.combinations import CONTIGUOUS, EVERY_OTHER, LAYOUTS, LEARNED, laid_out, learned_tokens, together
+from veomni_ops.combinations import (
+    CONTIGUOUS,
+    EVERY_OTHER,
+    LAYOUTS,
+    LEARNED,
+    head_problem,
+    laid_out,
+    learned_tokens,
+    together,
+)
 from veomni_ops.contract import Alike, Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 from veomni_ops.vocabulary_parallel_loss import CONTRACT as VOCABULARY_PARALLEL
 
@@ -94,13 +104,7 @@ def _sum_of_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
 
 def _causal_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
-
-    def problem(tokens: int, hidden: int, vocabulary: int, ignored: int = 0, scale: float = 1.0) -> tuple[Tensor, ...]:
-        labels = draw.integers(vocabulary, tokens)
-        labels[:ignored] = IGNORED
-        weight = draw.normal(vocabulary, hidden, scale=scale * hidden**-0.5)
-        return leaf(draw.normal(tokens, hidden)), leaf(weight), labels
-
+    problem = partial(head_problem, draw)
     yield Sample("odd sizes", problem(37, 48, 101, ignored=5))
     yield Sample("bias", (*problem(19, 32, 67), leaf(draw.normal(67))))
     yield Sample("items counted over several batches", problem(16, 32, 64, ignored=3), {"num_items_in_batch": 29})

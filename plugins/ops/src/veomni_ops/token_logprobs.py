@@ -9,6 +9,7 @@ Shape suffixes: ``N`` tokens, ``H`` hidden width, ``V`` vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_core.kernels import IGNORED
-from veomni_ops.combinations import CONTIGUOUS, EVERY_OTHER, LEARNED, laid_out, learned_tokens, together
+from veomni_ops.combinations import CONTIGUOUS, EVERY_OTHER, LEARNED, head_problem, laid_out, learned_tokens, together
 from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
 
 LOGPROBS, ENTROPY, TOP1, MEAN_LOGIT, LOG_SUM_SQUARES = "logprobs", "entropy", "top1", "mean_logit", "log_sum_squares"
@@ -140,10 +141,7 @@ def check_options(outputs: tuple[str, ...], temperature: float | Tensor, labels:
 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
-
-    def problem(tokens: int, hidden: int, vocabulary: int, ignored: int = 0, scale: float = 1.0) -> tuple[Tensor, ...]:
-        return _problem(draw, tokens, hidden, vocabulary, ignored, scale)
-
+    problem = partial(head_problem, draw)
     both = {"outputs": (LOGPROBS, ENTROPY)}
     yield Sample("odd sizes", problem(37, 48, 101, ignored=5))
     yield Sample("entropy", problem(29, 40, 83, ignored=4), both)
@@ -172,7 +170,7 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         return Sample(name, problem, options, needs, values_only=True)
 
     def problem(tokens: int = 16, ignored: int = 3) -> tuple[Tensor, ...]:
-        return _problem(draw, tokens, 32, 64, ignored)
+        return head_problem(draw, tokens, 32, 64, ignored)
 
     both = (LOGPROBS, ENTROPY)
     yield edge("softcap alone", problem(), softcap=2.0, outputs=both)
@@ -199,8 +197,8 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     every: dict[str, Any] = {"outputs": both, "ignore_index": 7}
     every |= {"temperature": draw.normal(16).float().exp(), "softcap": 3.0, "scale": 0.5}
     yield edge("every option at once, labels of int32", (hidden, weight, labels, leaf(draw.normal(64))), **every)
-    yield edge("a vocabulary of one", _problem(draw, 9, 32, 1, ignored=2), outputs=both)
-    yield edge("a width of one", _problem(draw, 13, 1, 64, ignored=2), outputs=both)
+    yield edge("a vocabulary of one", head_problem(draw, 9, 32, 1, ignored=2), outputs=both)
+    yield edge("a width of one", head_problem(draw, 13, 1, 64, ignored=2), outputs=both)
     yield edge("top1", _decided(draw), (TOP1,), outputs=(TOP1, LOGPROBS))
     yield edge("mean logit", problem(), (MEAN_LOGIT,), outputs=(LOGPROBS, MEAN_LOGIT), softcap=3.0, temperature=0.5)
     yield edge("squares", problem(), (LOG_SUM_SQUARES,), outputs=(LOG_SUM_SQUARES, ENTROPY), temperature=0.5)
@@ -214,14 +212,14 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
     both = {"outputs": (LOGPROBS, ENTROPY)}
-    yield Sample("past 4096 words", _problem(draw, tokens=65, hidden=72, vocabulary=5003, ignored=13), both)
+    yield Sample("past 4096 words", head_problem(draw, tokens=65, hidden=72, vocabulary=5003, ignored=13), both)
     options = {"softcap": 5.0, "scale": 0.5, "temperature": 1.7, **both}
-    yield Sample("8192 words, softcap", _problem(draw, tokens=19, hidden=40, vocabulary=8192), options)
-    yield Sample("one word past 4096", _problem(draw, tokens=9, hidden=16, vocabulary=4097), both)
-    yield Sample("a long prompt", _problem(draw, tokens=1217, hidden=16, vocabulary=40, ignored=1100), both)
-    yield Sample("4096 tokens, all learned", _problem(draw, tokens=4096, hidden=8, vocabulary=33), both)
-    yield Sample("one token past 2048", _problem(draw, tokens=2049, hidden=8, vocabulary=33, ignored=2040), both)
-    yield Sample("5120 words", _problem(draw, tokens=9, hidden=136, vocabulary=5120))
+    yield Sample("8192 words, softcap", head_problem(draw, tokens=19, hidden=40, vocabulary=8192), options)
+    yield Sample("one word past 4096", head_problem(draw, tokens=9, hidden=16, vocabulary=4097), both)
+    yield Sample("a long prompt", head_problem(draw, tokens=1217, hidden=16, vocabulary=40, ignored=1100), both)
+    yield Sample("4096 tokens, all learned", head_problem(draw, tokens=4096, hidden=8, vocabulary=33), both)
+    yield Sample("one token past 2048", head_problem(draw, tokens=2049, hidden=8, vocabulary=33, ignored=2040), both)
+    yield Sample("5120 words", head_problem(draw, tokens=9, hidden=136, vocabulary=5120))
 
     def make(
         tokens: int,
@@ -260,18 +258,9 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
     both = {"outputs": (LOGPROBS, ENTROPY)}
-    yield Sample("a model's head", _problem(draw, tokens=2051, hidden=1024, vocabulary=50_257, ignored=100), both)
-    yield Sample("past 131072 words", _problem(draw, tokens=515, hidden=512, vocabulary=151_936), both)
-    yield Sample("past 65535 tokens", _problem(draw, tokens=65_539, hidden=64, vocabulary=1009, ignored=9), both)
-
-
-def _problem(
-    draw: Draw, tokens: int, hidden: int, vocabulary: int, ignored: int = 0, scale: float = 1.0
-) -> tuple[Tensor, ...]:
-    labels = draw.integers(vocabulary, tokens)
-    labels[:ignored] = IGNORED
-    weight = draw.normal(vocabulary, hidden, scale=scale * hidden**-0.5)
-    return leaf(draw.normal(tokens, hidden)), leaf(weight), labels
+    yield Sample("a model's head", head_problem(draw, tokens=2051, hidden=1024, vocabulary=50_257, ignored=100), both)
+    yield Sample("past 131072 words", head_problem(draw, tokens=515, hidden=512, vocabulary=151_936), both)
+    yield Sample("past 65535 tokens", head_problem(draw, tokens=65_539, hidden=64, vocabulary=1009, ignored=9), both)
 
 
 def _decided(draw: Draw, tokens: int = 16, words: int = 64, hidden: int = 32) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ bound module gets a clone of its ``forward`` in which the global's name refers t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -21,7 +21,7 @@ from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
 from veomni_ops.veomni_names import OPS
 from veomni_transformers.changes.property_change import PropertyChange
-from veomni_transformers.proving.functions import code_layers, current_forward, with_globals
+from veomni_transformers.proving.functions import code_layers, current_forward, global_functions, with_globals
 from veomni_transformers.proving.probe import parameter_dtype
 from veomni_transformers.proving.proof import Proof
 
@@ -111,7 +111,7 @@ def _slots_of_module(name: str) -> dict[str, OpSlot]:
 def _slots_reached(function: Any, depth: int = 0) -> dict[str, OpSlot]:
     """The slots among the globals of ``function``, and of the functions that it calls by their global names."""
     found: dict[str, OpSlot] = {}
-    for name, value in _globals_of(function):
+    for name, value in global_functions(function):
         if isinstance(value, OpSlot):
             found[name] = value
         elif _may_reach(value, depth):
@@ -122,7 +122,7 @@ def _slots_reached(function: Any, depth: int = 0) -> dict[str, OpSlot]:
 def _replacements(function: Any, name: str, slot: OpSlot, depth: int = 0) -> dict[str, Any]:
     """The globals to replace in ``function``, so that it and the functions it calls find ``slot`` under ``name``."""
     replaced: dict[str, Any] = {}
-    for each, value in _globals_of(function):
+    for each, value in global_functions(function):
         if isinstance(value, OpSlot):
             replaced |= {each: slot} if each == name else {}
         elif _may_reach(value, depth) and name in _slots_reached(value, depth + 1):
@@ -135,10 +135,3 @@ def _may_reach(value: Any, depth: int) -> bool:
     if not isinstance(value, FunctionType) or depth >= _DEEPEST:
         return False
     return any(isinstance(each, OpSlot) for layer in code_layers(value) for each in layer.__globals__.values())
-
-
-def _globals_of(function: Any) -> Iterator[tuple[str, Any]]:
-    for layer in code_layers(function):
-        for name in layer.__code__.co_names:
-            if name in layer.__globals__:
-                yield name, layer.__globals__[name]

@@ -95,7 +95,8 @@ def registered(model: nn.Module, kernel: Function, spec: KernelSpec, replaces_ea
     if given is eager_mask and not replaces_eager:  # with it queries that see no key give a mean, elsewhere zeros
         given = None
     if replaces_eager and given in (None, eager_mask):  # a mask of the kernel's own kind can't be read
-        kernel = like_eager(kernel, from_the_first_key=mask != _INTERFACES[MASK_FEATURES["flash_attention"]])
+        from_the_first_key = mask != _INTERFACES[MASK_FEATURES["flash_attention"]]
+        kernel = like_eager(kernel, from_the_first_key, boolean_masks=given is None and mask == "sdpa")
     builder = given or builder_of(mask)
     with _lock:
         for name in ALL_ATTENTION_FUNCTIONS.valid_keys():

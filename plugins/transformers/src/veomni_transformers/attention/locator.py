@@ -23,6 +23,7 @@ from veomni_transformers.attention.proof import prove_attention
 from veomni_transformers.attention.situations import situations
 from veomni_transformers.engine.engine_layout import EngineLayout
 from veomni_transformers.engine.sharding import ModelSharding
+from veomni_transformers.forwards.like_eager import refusing_boolean_masks
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.code_read import Places, ReadsForward, code_of
 from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
@@ -69,6 +70,7 @@ class AttentionInterface(ReadsForward):
         built_by = builder_of(interface) if isinstance(interface, str) else interface.mask
         if built_by is builder_of("sdpa"):
             yield from without_masks_of_plain_rows(model, site.path)
+            yield from refusing_boolean_masks(model) if replaces_eager else ()
 
     def situations(self, model: nn.Module, site: Site, spec: KernelSpec) -> Iterable[tuple[str, Callable[[Any], Any]]]:
         """Caches, and padding to the left."""

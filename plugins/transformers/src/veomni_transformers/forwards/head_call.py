@@ -29,7 +29,8 @@ _SHARDED = (
     "its loss does without gathering them. Write `training_logits: computed` under ops_implementation for steps that "
     "gather the logits and take the model's own loss of them, or call the model in eval() or without labels"
 )
-# Writing through `.data` does not move autograd's version counter, so this many of the weight's numbers are compared.
+# Writing through `.data` moves no version counter, so this many of the weight's numbers are compared. A write to other
+# rows goes unseen: a sum of all numbers would read the whole weight in every step.
 _SAMPLED = 64
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from veomni_core.changes.change import Change, ClassChange
 from veomni_core.errors import ConfigError
 from veomni_ops.attention import visible
-from veomni_transformers.forwards.unseen_queries import unseen_queries, with_means
+from veomni_transformers.forwards.unseen_queries import is_dense, nan_where_infinite, unseen_queries, with_means
 from veomni_transformers.proving.functions import current_forward, global_functions
 
 try:
@@ -24,7 +25,7 @@ EAGER_FUNCTION = "eager_attention_forward"  # how the modeling files' eager func
 
 
 @lru_cache(maxsize=64)
-def like_eager(kernel: Function, from_the_first_key: bool) -> Function:
+def like_eager(kernel: Function, from_the_first_key: bool, boolean_masks: bool = False) -> Function:
     """``kernel`` for a model that was loaded with eager attention: the same function for the same arguments.
 
     Queries that see no key give a mean of values (:mod:`veomni_transformers.forwards.unseen_queries`). A call with
@@ -33,10 +34,13 @@ def like_eager(kernel: Function, from_the_first_key: bool) -> Function:
     Args:
         kernel: the kernel.
         from_the_first_key: where causal attention is aligned without a mask, as :mod:`veomni_ops.attention` says.
+        boolean_masks: whether the masks that transformers builds for it are boolean. Else they are the caller's.
     """
 
     @wraps(kernel)
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
+        if is_dense(attention_mask) and not (boolean_masks and attention_mask.dtype == torch.bool):
+            attention_mask = _as_numbers(attention_mask, query.dtype)
         if options.get("output_attentions") or _collected():
             mask = _added(attention_mask, module, query, key, options, from_the_first_key)
             return _own_function(module)(module, query, key, value, mask, **options)
@@ -45,9 +49,44 @@ def like_eager(kernel: Function, from_the_first_key: bool) -> Function:
         if attention_mask is None or sinks:
             return output, weights
         unseen = unseen_queries(attention_mask, query, _is_causal(module, options), options.get("sliding_window"))
-        return (output if unseen is None else with_means(output, unseen, query, key, value, options)), weights
+        output = output if unseen is None else with_means(output, unseen, query, key, value, options)
+        return nan_where_infinite(output, attention_mask, value), weights
 
     return attend
+
+
+def refusing_boolean_masks(model: Any) -> Iterator[Change]:
+    """The change by which ``model`` refuses its caller's boolean masks, which eager attention adds as numbers.
+
+    A kernel can't tell them from those that transformers builds for it. ``generate`` hands such ones in itself, with a
+    static cache: there masks stay as they are.
+    """
+    call = type(model).__call__
+
+    @wraps(call)
+    def refusing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(kwargs.get("past_key_values"), "is_compileable", False):
+            _refuse_boolean({"attention_mask": args[1] if len(args) > 1 else None, **kwargs})
+        return call(self, *args, **kwargs)
+
+    yield ClassChange(model, "__call__", refusing)
+
+
+def _refuse_boolean(given: Mapping[str, Any]) -> None:
+    for name in ("attention_mask", "decoder_attention_mask", "encoder_attention_mask"):
+        masks = given[name] if isinstance(given.get(name), Mapping) else {"": given.get(name)}
+        if any(is_dense(mask) and mask.dtype == torch.bool for mask in masks.values()):
+            raise ConfigError(
+                f"{name} is boolean with 4 dimensions, and this model was loaded with eager attention, which adds True "
+                "as 1 and hides no key. Pass numbers to add (0 where a query sees a key, torch.finfo(dtype).min where "
+                "it doesn't), or load it with attn_implementation='sdpa', for which True is what a query sees"
+            )
+
+
+def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """``mask`` as it is added to scores of ``dtype`` and reaches the softmax, which is computed in float32."""
+    wide = torch.promote_types(mask.dtype, dtype)
+    return mask.to(torch.float32 if wide == torch.float64 != dtype else wide)
 
 
 def _collected() -> bool:
@@ -75,7 +114,7 @@ def _added(
     mask: Any, module: Any, query: Tensor, key: Tensor, options: Mapping[str, Any], from_the_first_key: bool
 ) -> Tensor | None:
     """The mask as eager attention takes it: added, and the lowest number of the dtype where a query sees no key."""
-    if isinstance(mask, Tensor) and mask.dim() == 4:
+    if is_dense(mask):
         kept = mask
     elif mask is not None and not isinstance(mask, Tensor):
         from torch.nn.attention.flex_attention import create_mask

@@ -8,12 +8,17 @@ hidden keys too. Kernels give zeros.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from veomni_core.kernels import cast_as_autocast
+
+
+def is_dense(mask: Any) -> TypeGuard[Tensor]:
+    """Whether ``mask`` is of queries and keys, ``[B, 1 or Hq, S, L]``."""
+    return isinstance(mask, Tensor) and mask.dim() == 4
 
 
 def unseen_queries(mask: Any, query: Tensor, causal: bool, window: int | None) -> Tensor | None:
@@ -39,6 +44,18 @@ def unseen_queries(mask: Any, query: Tensor, causal: bool, window: int | None) -
     if window is not None and window < mask.shape[1]:
         kept = kept - torch.nn.functional.pad(kept[:, :-window], (window, 0))
     return (kept[:, None, -query.shape[2] :] == 0) if query.shape[2] <= mask.shape[1] else None
+
+
+def nan_where_infinite(output: Tensor, mask: Any, value: Tensor) -> Tensor:
+    """``output[B, S, Hq, Dv]``, and NaN for what is NaN in eager attention, where kernels that skip hidden keys don't.
+
+    That is a row to which ``mask`` adds infinities alone, and in the next layer all rows: hidden values count 0 times.
+    """
+    if not is_dense(mask) or not mask.is_floating_point() or not value.numel():
+        return output
+    rows = mask.detach().amax(dim=-1).transpose(1, 2).unsqueeze(-1)  # [B, S, 1 or Hq, 1]
+    factor = rows * 0 + value.detach().amax(dim=(1, 2, 3)).view(-1, 1, 1, 1) * 0 + 1
+    return output * factor.to(output.dtype)  # gradients get it too
 
 
 def with_means(

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from veomni_core.changes.engine_forwards import engine_forward
+from veomni_core.changes.forward_functions import contents_of
 from veomni_transformers.captured_cells import captured_cell
 
 Function = Callable[..., Any]
@@ -99,7 +100,7 @@ def code_layers(function: Any, depth: int = 0) -> Iterator[FunctionType]:
 
 def closure_contents(function: FunctionType) -> Iterator[Any]:
     """What ``function`` closes over."""
-    yield from map(_contents, function.__closure__ or ())
+    yield from map(contents_of, function.__closure__ or ())
 
 
 def _cloned(function: Any, replacements: Mapping[str, Any], depth: int = 0) -> Any:
@@ -137,13 +138,6 @@ def _namespace(function: FunctionType, named: Mapping[str, Any]) -> dict[str, An
 
 
 def _cloned_cell(cell: CellType, replacements: Mapping[str, Any], depth: int) -> CellType:
-    contents = _contents(cell)
+    contents = contents_of(cell)
     clone = _cloned(contents, replacements, depth + 1)
     return cell if clone is contents else CellType(clone)
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell: a name that is assigned later
-        return None
