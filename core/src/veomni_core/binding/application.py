@@ -19,7 +19,7 @@ from veomni_core.changes.bound_subclass import bindings_in
 from veomni_core.changes.change import Change
 from veomni_core.changes.change_set import ChangeSet
 from veomni_core.changes.transformation import transformations_of
-from veomni_core.descriptions.references import load_from
+from veomni_core.descriptions.references import load_from, load_if_installed
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError, KernelUnavailableError
 from veomni_core.planning.evidence import evidence_on
@@ -29,6 +29,7 @@ from veomni_core.sites.walk import named_modules
 
 logger = logging.getLogger(__name__)
 _VERIFY_PLAN = "veomni_conformance.bound_models.verification:verify_plan"
+_REFUSE_LOST_GRADIENTS = "veomni_conformance.bound_models.lost_gradients:refuse_lost_gradients"
 
 
 def put_into(
@@ -38,6 +39,8 @@ def put_into(
     if not verify:
         refuse_unverified(plan, registry)
     kernels = {planned.spec: loaded(planned.spec) for planned in plan.kernels}
+    if plan.training and not verify and plan.unverified and (refuse := load_if_installed(_REFUSE_LOST_GRADIENTS)):
+        refuse(plan, registry, kernels)
     verification = Verification()
     if verify:
         if why := misplaced(model, plan):

@@ -186,20 +186,18 @@ class Registry:
                 return f"{name} for {claimed} is claimed by {who}; block all but one of them with VEOMNI_PLUGINS_BLOCK"
         if name in self._names(op):
             return None
+        published = self.op(op).published
         for plugin in self.plugins:
-            if not plugin.healthy and any((spec.op_name, spec.name) == (op, name) for spec in plugin.kernels):
+            describes = any((spec.op_name, spec.name) == (op, name) for spec in plugin.kernels)
+            if not plugin.healthy and (describes or plugin.distribution == published.get(name)):
                 return f"{name} is provided by {plugin}, which {plugin.absence}"
             for skipped in plugin.skipped:
                 if (skipped.spec.op_name, skipped.spec.name) == (op, name):
                     return f"{name} is provided by {plugin}, but left out: {skipped.reason}"
-        published = self.op(op).published
         if name not in published:
             return None
         if not published[name]:
             return f"{name} is not provided by any distribution yet"
-        for plugin in self.plugins:
-            if plugin.distribution == published[name] and not plugin.healthy:
-                return f"{name} is provided by {plugin}, which {plugin.absence}"
         return f"{name} is not installed: pip install {published[name]}"
 
     def describe_conflicts(self) -> tuple[str, ...]:
