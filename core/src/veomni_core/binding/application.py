@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -19,7 +19,7 @@ from veomni_core.changes.bound_subclass import bindings_in
 from veomni_core.changes.change import Change
 from veomni_core.changes.change_set import ChangeSet
 from veomni_core.changes.transformation import transformations_of
-from veomni_core.descriptions.references import load_from, load_if_installed
+from veomni_core.descriptions.references import load_for, load_if_installed
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError, KernelUnavailableError
 from veomni_core.planning.evidence import evidence_on
@@ -45,7 +45,9 @@ def put_into(
     if verify:
         if why := misplaced(model, plan):
             raise BindingError(f"verify=True runs the kernels where the model is, but {why}")
-        verification = _verify_plan()(model, plan, registry, kernels)
+        # Imported when it is wanted: it is a third of what bind would load.
+        verify_plan = load_for("verify=True checks the kernels, and", BindingError, _VERIFY_PLAN)
+        verification = verify_plan(model, plan, registry, kernels)
     binding = Binding(model, plan, ChangeSet(*settings), verification, code)
     binding.apply(_changes(model, plan, registry, kernels, code))
     _warn_of_sites_left_eager(plan)
@@ -74,14 +76,6 @@ def refuse_unverified(plan: Plan, registry: Registry) -> None:
         reasons += [f"{planned.spec} {why}"] if why else []
     if reasons:
         raise KernelUnavailableError("; ".join(reasons))
-
-
-def _verify_plan() -> Callable[[nn.Module, Plan, Registry, Kernels], Verification]:
-    """The checks of ``verify=True``, imported when they are wanted: they are a third of what ``bind`` would load."""
-    try:
-        return load_from(_VERIFY_PLAN)  # type: ignore[no-any-return]
-    except ImportError as error:
-        raise BindingError(f"verify=True checks the kernels, and {error}") from error
 
 
 def _changes(
