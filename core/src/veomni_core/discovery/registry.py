@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SkippedKernel:
-    """A kernel of a loaded plugin that can't be used because its op or variant is unknown, and why."""
+    """A kernel of a loaded plugin that can't be used because its op, variant or device type is unknown, and why."""
 
     spec: KernelSpec
     reason: str
@@ -51,8 +51,8 @@ class PluginRecord:
         ops, variants, devices, site_rules, model_rules, model_views, models, commands: what its hooks returned.
         defines: whether it is in the entry-point group ``veomni.definitions``: it has no kernels, ``VEOMNI_PLUGINS``
             does not leave it out, and a rule of it that fails is an error.
-        kernels: the kernels whose op and variant are known.
-        skipped: the kernels whose op or variant is not known.
+        kernels: the kernels whose op, variant and device type are known.
+        skipped: the other ones.
 
     Example:
         >>> from veomni_core import discover
