@@ -26,7 +26,7 @@ from veomni_core import (
     plan_sites,
 )
 from veomni_core.discovery.discover import discover
-from veomni_core.errors import KernelUnavailableError, PluginLoadError, SpecError
+from veomni_core.errors import KernelUnavailableError, PluginLoadError, SpecError, UnknownNameError
 from veomni_ops.rms_norm import offset
 
 KERNEL = {"name": "mine", "op_name": "rms_norm", "variant": "standard", "factory": "m:f"}
@@ -162,6 +162,14 @@ def test_a_kernel_for_a_misspelt_device_type_is_left_out_alone(install, kind, ne
     said = [skipped.reason for skipped in registry.plugin("user-plugin").skipped]
     assert said == ([f"device type '{kind}' is unknown. Did you mean '{nearest}'?"] if nearest else [])
     assert registry.find("rms_norm", "standard", "kept")
+
+
+def test_naming_a_kernel_of_a_misspelt_op_gives_its_reason(install):
+    install("newer-plugin", plugin("rms_nrm"))
+    with pytest.raises(
+        UnknownNameError, match=r"'other' is unknown.*Left out: .*op 'rms_nrm' is unknown. Did you mean"
+    ):
+        OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": "other"}, discover({}))
 
 
 def test_naming_a_kernel_that_was_left_out_gives_its_reason(install):
