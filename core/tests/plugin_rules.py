@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from counting_kernels import counting_registry
 from veomni_core import SiteRule
 from veomni_core.changes.change import ForwardChange
@@ -98,6 +100,8 @@ class MlpsAsNorms(Rule):
 
 def registry_with(*rules: type, order: int = 50) -> Registry:
     """The core's rules and kernels that count their calls, and ``rules`` as a plugin brings them."""
-    records = counting_registry("one").plugins
+    counting = counting_registry("one")
     specs = tuple(SiteRule(rule.__name__, f"{__name__}:{rule.__name__}", order) for rule in rules)
-    return build_registry([*records, PluginRecord("acme", "acme", "1", __name__, site_rules=specs)], {})
+    acme = PluginRecord("acme", "acme", "1", __name__, site_rules=specs)
+    # With its ops, which vouch for its kernels: bind would call a stranger's once.
+    return replace(build_registry([*counting.plugins, acme], {}), ops=counting.ops)

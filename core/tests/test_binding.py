@@ -137,7 +137,7 @@ def test_two_attention_kernels_of_one_function_name_are_two():
     )
     models = {name: build("llama") for name in ("ones", "twos")}
     for name, model in models.items():
-        bind(model, {"preset": "eager", "attn_implementation": name}, registry=registry)
+        bind(model, {"preset": "eager", "attn_implementation": name}, registry=registry, training=False)
     for value, model in enumerate(models.values(), start=1):
         attention = model.model.layers[0].self_attn
         attention.o_proj = nn.Identity()

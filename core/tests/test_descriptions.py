@@ -26,7 +26,7 @@ from veomni_core import (
     plan_sites,
 )
 from veomni_core.discovery.discover import discover
-from veomni_core.errors import KernelUnavailableError, PluginLoadError, SpecError
+from veomni_core.errors import KernelUnavailableError, PluginLoadError, SpecError, UnknownNameError
 from veomni_ops.rms_norm import offset
 
 KERNEL = {"name": "mine", "op_name": "rms_norm", "variant": "standard", "factory": "m:f"}
@@ -140,6 +140,36 @@ def test_a_kernel_for_an_unknown_op_or_variant_is_left_out_alone(install, op, va
     record = registry.plugin("newer-plugin")
     assert record.healthy and registry.find("rms_norm", "standard", "kept")
     assert [str(skipped) for skipped in record.skipped] == [f"kernel {op}/{variant}:other: {reason}"]
+
+
+DEVICE_TYPES = [
+    ("cudaa", "cuda"),
+    ("CUDA", "cuda"),
+    ("far_acm", "far_acme"),
+    ("far_acme", ""),
+    ("xpu", ""),
+    ("tpu9", ""),
+]
+
+
+@pytest.mark.parametrize("kind, nearest", DEVICE_TYPES)
+def test_a_kernel_for_a_misspelt_device_type_is_left_out_alone(install, kind, nearest):
+    device = "\n@hookimpl\ndef veomni_devices():\n    return [DeviceSpec('far_acme', 'm:detect')]\n"
+    install("far-device", "from veomni_core import DeviceSpec, hookimpl\nVEOMNI_PLUGIN_API_VERSION = 1" + device)
+    needs = f", HardwareRequirement('cuda') | HardwareRequirement('{kind}')"
+    install("user-plugin", plugin(more=needs).replace("import ", "import HardwareRequirement, ", 1))
+    registry = discover({})
+    said = [skipped.reason for skipped in registry.plugin("user-plugin").skipped]
+    assert said == ([f"device type '{kind}' is unknown. Did you mean '{nearest}'?"] if nearest else [])
+    assert registry.find("rms_norm", "standard", "kept")
+
+
+def test_naming_a_kernel_of_a_misspelt_op_gives_its_reason(install):
+    install("newer-plugin", plugin("rms_nrm"))
+    with pytest.raises(
+        UnknownNameError, match=r"'other' is unknown.*Left out: .*op 'rms_nrm' is unknown. Did you mean"
+    ):
+        OpsConfig.from_dict({"preset": "eager", "rms_norm_implementation": "other"}, discover({}))
 
 
 def test_naming_a_kernel_that_was_left_out_gives_its_reason(install):

@@ -13,9 +13,9 @@ from planned_norms import chosen, kernel, plan, reasons, registry, vouching
 from veomni_conformance.given_kernels import definitions
 from veomni_conformance.ledger import Certificate, record
 from veomni_conformance.this_machine import ThisMachine
-from veomni_core import Hardware, OpSpec, Plan, Site, VariantSpec, bind, discover, make_plan
+from veomni_core import Hardware, OpSpec, Plan, Site, VariantSpec, bind, binding_of, discover, make_plan
 from veomni_core.discovery.registry import PluginRecord, build_registry
-from veomni_core.errors import KernelLoadError
+from veomni_core.errors import ConformanceError, KernelLoadError
 
 CPU = Hardware.cpu()
 NORM = Site("rms_norm", "layers.0.norm", "norm modules", "standard", "proven", "float32")
@@ -98,9 +98,29 @@ def test_a_wrong_norm_of_another_distribution_is_bound_by_nobody_but_who_names_i
     assert f"As asked: rms_norm/standard:{NEVER}" in by_name.receipt.table() and by_name.receipt.to_dict()["unverified"]
 
 
+def test_one_through_which_no_gradient_arrives_is_not_trained_even_if_it_is_named(install):
+    install(
+        "acme-lost",
+        BAD.replace("from veomni_core", "import torch\nfrom veomni_core", 1)
+        .replace("1.5 * ", "")
+        .replace("(x, (x", "(x.detach(), (x"),
+    )
+    found, model, named = discover({}), build("llama"), {"preset": "eager", "rms_norm_implementation": "acme"}
+    said = (
+        r"rms_norm/standard:acme of acme-lost .* gives no gradient to x, .* at model.layers.0.input_layernorm and 4"
+        " more.*veomni verify acme-lost --kernel rms_norm/standard:acme"
+    )
+    with pytest.raises(ConformanceError, match=said):
+        bind(model, named, registry=found)
+    assert binding_of(model) is None
+    bind(model, named, registry=found, training=False)
+
+
 def test_a_verified_build_lets_auto_take_it(install):
     install("acme-right", BAD.replace("from veomni_core", "import torch\nfrom veomni_core", 1).replace("1.5 * ", ""))
     found, model = discover({}), build("llama")
+    with torch.no_grad():
+        bind(model, {"preset": "eager", "rms_norm_implementation": "acme"}, registry=found).undo()
     bind(model, {"preset": "eager", "rms_norm_implementation": "acme"}, registry=found, verify=True).undo()
     taken = bind(model, {"preset": "eager", "rms_norm_implementation": "auto"}, registry=found).plan
     assert [str(each.spec) for each in taken.kernels] == ["rms_norm/standard:acme"]

@@ -138,6 +138,15 @@ def test_verify_exits_1_when_nothing_ran(veomni, install):
     assert "no kernel matches --op rms_norm" in text
 
 
+def test_verify_says_why_a_kernel_is_left_out(veomni, install):
+    install("twice-plugin", CONTRACTS_THAT_FAIL.replace('Spec("here", "twice"', 'Spec("here", "twicee"'))
+    text = veomni("verify", "twice-plugin", code=1)
+    assert (
+        "left out of twice-plugin 1.0: kernel twicee/standard:here: op 'twicee' is unknown. Did you mean 'twice" in text
+    )
+    assert "nothing was verified: every kernel was skipped" in text
+
+
 SEEN_TO_BE_WRONG = """
     from veomni_core import HardwareRequirement, KernelSpec, Suspicion, hookimpl
     VEOMNI_PLUGIN_API_VERSION = 1

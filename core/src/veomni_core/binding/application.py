@@ -21,7 +21,7 @@ from veomni_core.changes.bound_subclass import bindings_in
 from veomni_core.changes.change import Change
 from veomni_core.changes.change_set import ChangeSet
 from veomni_core.changes.transformation import transformations_of
-from veomni_core.descriptions.references import load_from
+from veomni_core.descriptions.references import load_for, load_if_installed
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import BindingError, KernelUnavailableError
 from veomni_core.planning.evidence import evidence_on
@@ -31,6 +31,7 @@ from veomni_core.sites.walk import named_modules
 
 logger = logging.getLogger(__name__)
 _VERIFY_PLAN = "veomni_conformance.bound_models.verification:verify_plan"
+_REFUSE_LOST_GRADIENTS = "veomni_conformance.bound_models.lost_gradients:refuse_lost_gradients"
 _lock = threading.Lock()
 _being_bound: set[nn.Module] = set()  # modules of the models that bind works on now, in any thread
 
@@ -42,14 +43,14 @@ def put_into(
     if not verify:
         refuse_unverified(plan, registry)
     kernels = {planned.spec: loaded(planned.spec) for planned in plan.kernels}
+    if plan.training and not verify and plan.unverified and (refuse := load_if_installed(_REFUSE_LOST_GRADIENTS)):
+        refuse(plan, registry, kernels)
     verification = Verification()
     if verify:
         if why := misplaced(model, plan):
             raise BindingError(f"verify=True runs the kernels where the model is, but {why}")
-        try:
-            verify_plan = load_from(_VERIFY_PLAN)  # a third of what `bind` would load
-        except ImportError as error:
-            raise BindingError(f"verify=True checks the kernels, and {error}") from error
+        # Imported when it is wanted: it is a third of what bind would load.
+        verify_plan = load_for("verify=True checks the kernels, and", BindingError, _VERIFY_PLAN)
         verification = verify_plan(model, plan, registry, kernels)
     binding = Binding(model, plan, ChangeSet(*settings), verification, code)
     binding.apply(_changes(model, plan, registry, kernels, code))

@@ -76,8 +76,8 @@ def bind(
         HostError: this machine has no such ``device``.
         KernelUnavailableError: a requested kernel can't run here, or must pass ``veomni verify`` first.
         KernelLoadError: a kernel's library fails to import; the model is left as it was.
-        ConformanceError: ``verify`` found a kernel that does not compute what its contract says, or a site whose
-            results differ from those of its module's own code.
+        ConformanceError: ``verify`` found a kernel that breaks its contract, or a site that differs from its module's
+            own code; or, also without it, no gradient arrives through a kernel that nobody verified here.
         PlanMismatchError: the ranks' plans differ, or some ranks did not answer in time.
         LockMismatchError: ``VEOMNI_FROZEN`` is set, and what is installed differs from that lock file.
 

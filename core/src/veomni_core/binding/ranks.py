@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from torch import distributed
 
-from veomni_core.descriptions.references import load_from
+from veomni_core.descriptions.references import load_for
 from veomni_core.errors import BindingError, LockFileError, LockMismatchError
 from veomni_core.planning.choice import expect, is_finite
 from veomni_core.planning.plan import Plan
@@ -54,10 +54,8 @@ class Ranks:
         ranks = distributed.get_process_group_ranks(self.group or distributed.group.WORLD)
         if ranks == [distributed.get_rank()]:
             return make()
-        try:
-            agree_on_plan = load_from(_AGREE_ON_PLAN)
-        except ImportError as error:
-            raise BindingError(f"ranks must agree on the plan, or bind with agree=False; {error}") from error
+        purpose = "ranks must agree on the plan, or bind with agree=False;"
+        agree_on_plan = load_for(purpose, BindingError, _AGREE_ON_PLAN)
         return agree_on_plan(make, ranks, self.timeout)  # type: ignore[no-any-return]
 
     @contextmanager

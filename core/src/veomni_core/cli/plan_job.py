@@ -9,7 +9,7 @@ import typer
 
 from veomni_core.cli.frozen import Frozen, frozen_job
 from veomni_core.cli.output import AsJson, Changes, HardwareName, JobPath, print_json
-from veomni_core.descriptions.references import load_from
+from veomni_core.descriptions.references import load_for
 from veomni_core.discovery.discover import discover
 from veomni_core.discovery.registry import Registry
 from veomni_core.errors import ConfigError, HostError
@@ -70,7 +70,4 @@ def _plan_of_sites(job: Path, file: Path, hardware: str | None, registry: Regist
 
 def _part(reference: str) -> Any:
     """A function of the distribution that builds models. Raises HostError if it is not installed."""
-    try:
-        return load_from(reference)
-    except ImportError as error:
-        raise HostError(f"veomni plan builds the job's model: {error}. To plan for given sites, use --sites") from error
+    return load_for("veomni plan builds the job's model (to plan for given sites, use --sites):", HostError, reference)

@@ -15,13 +15,12 @@ from veomni_core.descriptions.field_types import check_fields, from_data
 from veomni_core.errors import SpecError, UnknownNameError, did_you_mean
 
 ANY_DEVICE = "any"
-_DEVICE_ALIASES = {"gpu": "cuda"}
 _SM_NAME = re.compile(r"sm_?(\d{2,3})")
 
 
 def canonical_device(device_type: str) -> str:
     """``cuda`` for ``gpu``; every other device type unchanged."""
-    return _DEVICE_ALIASES.get(device_type, device_type)
+    return "cuda" if device_type == "gpu" else device_type
 
 
 def torch_device_type(device_type: str) -> str:

@@ -212,11 +212,8 @@ def _pairs_in(owner: str, settings: Any) -> tuple[tuple[str, Value], ...]:
 
 def _made_by_factory(value: Any) -> Any:
     """What ``value`` returns if it is a function without parameters, or else ``value``: the kernel itself."""
-    return value() if callable(value) and _is_zero_argument(value) else value
-
-
-def _is_zero_argument(function: Callable[..., Any]) -> bool:
     try:
-        return not inspect.signature(function).parameters
+        makes_it = callable(value) and not inspect.signature(value).parameters
     except (TypeError, ValueError):  # builtins such as autograd.Function.apply have no signature: they are kernels
-        return False
+        return value
+    return value() if makes_it else value

@@ -51,6 +51,14 @@ def load_from(reference: str) -> Any:
     return found
 
 
+def load_for(purpose: str, refusal: type[Exception], reference: str) -> Any:
+    """As :func:`load_from`; ``refusal`` is raised in place of its error, and says first what ``reference`` is for."""
+    try:
+        return load_from(reference)
+    except ImportError as error:
+        raise refusal(f"{purpose} {error}") from error
+
+
 def raise_interrupt(error: BaseException) -> None:
     """Raise ``error``, with which a plugin's code ended, again if the user pressed Ctrl-C: no ``raise`` gave it."""
     trace = error.__traceback__

@@ -2,17 +2,19 @@
 
 A plugin whose ops, fields, devices, rules or commands conflict with another's fails as a whole. A kernel for an unknown
 op or variant is skipped on its own, with the reason: its plugin may have been written for a newer core, or for a plugin
-that is not installed.
+that is not installed. So is one whose device type is a known one misspelt; others may be of such a plugin.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from operator import attrgetter
 from typing import Any, TypeVar
 
+from veomni_core.descriptions.hardware import ANY_DEVICE, NAMED
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.discovery.registry import PluginRecord, SkippedKernel, ops_of
@@ -37,8 +39,8 @@ def settle(records: Iterable[PluginRecord]) -> list[PluginRecord]:
 
 def claimed_twice(records: Iterable[PluginRecord]) -> dict[tuple[str, str, str], tuple[str, ...]]:
     """Kernels that several plugins describe, with those plugins. Such a kernel can't be used; the other ones can."""
-    claimed = _claimants([record for record in records if record.healthy], "kernels", attrgetter("key"))
-    return {key: tuple(sorted(map(str, who))) for key, who in claimed if len(who) > 1}
+    claims = _claimants([record for record in records if record.healthy], "kernels", attrgetter("key"))
+    return {key: tuple(sorted(map(str, claimants))) for key, claimants in claims if len(claimants) > 1}
 
 
 _MUST_BE_UNIQUE = (
@@ -73,12 +75,9 @@ def _contradictions(healthy: list[PluginRecord]) -> dict[int, str]:
                     f"device type {device.device_type}: its preset fills {unknown[0]!r}, which is not a config field. "
                     f"{did_you_mean(unknown[0], fields)}"
                 )
-        seen: set[tuple[str, str, str]] = set()
-        for spec in record.kernels:
-            key = _canonical(spec, ops).key
-            if key in seen:
-                problems[id(record)] = f"kernel {'{}/{}:{}'.format(*key)} is described twice by one plugin"
-            seen.add(key)
+        counts = Counter(_canonical(spec, ops).key for spec in record.kernels)
+        for key in (key for key, count in counts.items() if count > 1):
+            problems[id(record)] = f"kernel {'{}/{}:{}'.format(*key)} is described twice by one plugin"
     return problems
 
 
@@ -129,7 +128,7 @@ def _with_known_kernels(
 
 
 def _unknown(spec: KernelSpec, ops: Mapping[str, OpSpec], records: Iterable[PluginRecord]) -> str:
-    """Why ``spec`` can't be used: its op or variant is unknown. Empty if both are known."""
+    """Why ``spec`` can't be used: its op, variant or device type is unknown. Empty if none is."""
     op = ops.get(spec.op_name)
     if op is None:
         for record in records:
@@ -139,6 +138,16 @@ def _unknown(spec: KernelSpec, ops: Mapping[str, OpSpec], records: Iterable[Plug
     if op.canonical_variant(spec.variant) not in op.variants:
         nearest = did_you_mean(spec.variant, [*op.variants, *op.variant_aliases])
         return f"{op.name} has no variant {spec.variant!r}. {nearest}"
+    return _misspelt_device(spec, records)
+
+
+def _misspelt_device(spec: KernelSpec, records: Iterable[PluginRecord]) -> str:
+    described = (device.device_type for record in records for device in record.devices)
+    known = {ANY_DEVICE, *(hardware.device_type for hardware in NAMED.values()), *described}
+    for kind in sorted({each.device_type for each in (spec.hardware, *spec.hardware.others)} - known):
+        # As near as cudaa is to cuda. Types of three letters differ in one: npu, xpu and hpu are no misspelt cpu.
+        if near := get_close_matches(kind.lower(), known, n=1, cutoff=0.8):
+            return f"device type {kind!r} is unknown. Did you mean {near[0]!r}?"
     return ""
 
 

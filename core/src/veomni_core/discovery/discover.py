@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from veomni_core.descriptions.hookspecs import DEFINITIONS_GROUP, ENTRY_POINT_GROUP
-from veomni_core.descriptions.references import load_from, raise_interrupt
+from veomni_core.descriptions.references import load_for, raise_interrupt
 from veomni_core.discovery.conflicts import CORE, claimed_twice, settle
 from veomni_core.discovery.hooks import described_by
 from veomni_core.discovery.installed_plugins import InstalledPlugin, installed_plugins
@@ -115,10 +115,8 @@ def _on_trial(plugins: list[InstalledPlugin], environ: Mapping[str, str]) -> dic
     seconds = environ.get(TRIAL_TIMEOUT, "").strip()
     if not (seconds and plugins):
         return {}
-    try:
-        return load_from("veomni_tools.plugin_trial:tried")(plugins, seconds)  # type: ignore[no-any-return]
-    except ImportError as error:
-        raise ConfigError(f"{TRIAL_TIMEOUT}={seconds} loads plugins on trial, and {error}") from error
+    purpose = f"{TRIAL_TIMEOUT}={seconds} loads plugins on trial, and"
+    return load_for(purpose, ConfigError, "veomni_tools.plugin_trial:tried")(plugins, seconds)  # type: ignore[no-any-return]
 
 
 def read_switch(environ: Mapping[str, str], name: str) -> bool:

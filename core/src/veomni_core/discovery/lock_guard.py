@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from veomni_core.descriptions.references import load_from
+from veomni_core.descriptions.references import load_for
 from veomni_core.errors import LockFileError
 
 FROZEN = "VEOMNI_FROZEN"
@@ -17,7 +17,6 @@ def lock_reader(environ: Mapping[str, str], reference: str) -> Any:
     Raises:
         LockFileError: ``VEOMNI_FROZEN`` names one, and veomni-tools is not installed.
     """
-    try:
-        return load_from(f"veomni_tools.locks.{reference}") if environ.get(FROZEN, "").strip() else None
-    except ImportError as error:
-        raise LockFileError(f"{FROZEN} names a lock file, and {error}") from error
+    if not environ.get(FROZEN, "").strip():
+        return None
+    return load_for(f"{FROZEN} names a lock file, and", LockFileError, f"veomni_tools.locks.{reference}")

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SkippedKernel:
-    """A kernel of a loaded plugin that can't be used because its op or variant is unknown, and why."""
+    """A kernel of a loaded plugin that can't be used because its op, variant or device type is unknown, and why."""
 
     spec: KernelSpec
     reason: str
@@ -51,8 +51,8 @@ class PluginRecord:
         ops, variants, devices, site_rules, model_rules, model_views, models, commands: what its hooks returned.
         defines: whether it is in the entry-point group ``veomni.definitions``: it has no kernels, ``VEOMNI_PLUGINS``
             does not leave it out, and a rule of it that fails is an error.
-        kernels: the kernels whose op and variant are known.
-        skipped: the kernels whose op or variant is not known.
+        kernels: the kernels whose op, variant and device type are known.
+        skipped: the other ones.
 
     Example:
         >>> from veomni_core import discover
@@ -186,20 +186,18 @@ class Registry:
                 return f"{name} for {claimed} is claimed by {who}; block all but one of them with VEOMNI_PLUGINS_BLOCK"
         if name in self._names(op):
             return None
+        published = self.op(op).published
         for plugin in self.plugins:
-            if not plugin.healthy and any((spec.op_name, spec.name) == (op, name) for spec in plugin.kernels):
+            describes = any((spec.op_name, spec.name) == (op, name) for spec in plugin.kernels)
+            if not plugin.healthy and (describes or plugin.distribution == published.get(name)):
                 return f"{name} is provided by {plugin}, which {plugin.absence}"
             for skipped in plugin.skipped:
                 if (skipped.spec.op_name, skipped.spec.name) == (op, name):
                     return f"{name} is provided by {plugin}, but left out: {skipped.reason}"
-        published = self.op(op).published
         if name not in published:
             return None
         if not published[name]:
             return f"{name} is not provided by any distribution yet"
-        for plugin in self.plugins:
-            if plugin.distribution == published[name] and not plugin.healthy:
-                return f"{name} is provided by {plugin}, which {plugin.absence}"
         return f"{name} is not installed: pip install {published[name]}"
 
     def describe_conflicts(self) -> tuple[str, ...]:

@@ -175,4 +175,6 @@ def _checked_name(op: OpSpec, where: str, name: str, known: list[str], registry:
     message = f"{where}: {name!r} is unknown. {(hint and hint(name)) or did_you_mean(name, known)}"
     for plugin in registry.failed():
         message += f" (It may belong to {plugin}, which failed to load: {plugin.problem})"
+    for skipped in (each for plugin in registry.plugins for each in plugin.skipped if each.spec.name == name):
+        message += f" (Left out: {skipped})"
     raise UnknownNameError(message)

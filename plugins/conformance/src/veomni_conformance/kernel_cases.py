@@ -92,7 +92,8 @@ def cases_of(request: CheckRequest) -> list[KernelCase]:
     if not record.healthy:
         raise PluginError(f"{record} {record.absence}")
     if not record.kernels:
-        raise PluginError(f"{record} describes no kernels, so there is nothing to check")
+        left_out = "".join(f"; left out: {skipped}" for skipped in record.skipped)
+        raise PluginError(f"{record} describes no kernels, so there is nothing to check{left_out}")
     for dtype in request.dtypes:
         _require_known("dtypes", dtype, DTYPES)
     for kernel in request.kernels:

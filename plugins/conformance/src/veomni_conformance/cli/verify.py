@@ -190,6 +190,9 @@ def verify(
         show_results(rows, f"{plugins} {'on' if compile_for is None else 'compiled for'} {name}")
         show_slowest(rows)
         show_functions(rows)
+    for owner in records:
+        for skipped in owner.skipped:
+            typer.echo(f"left out of {owner}: {skipped}", err=True)
     if nothing:
         typer.echo(f"error: nothing was verified: {nothing}", err=True)
     if nothing or any(row.result in (FAILED, CONTRACT) for row in rows):
@@ -309,9 +312,9 @@ def _progress(total: int, json: bool) -> Callable[[Row], None]:
 
 
 def _records(registry: Registry, plugin: str | None) -> list[PluginRecord]:
-    """The plugin of this name; without a name, every one that loaded and has kernels."""
+    """The plugin of this name; without a name, every one that loaded and describes kernels."""
     if plugin is None:
-        return [record for record in registry.plugins if record.healthy and record.kernels]
+        return [record for record in registry.plugins if record.healthy and (record.kernels or record.skipped)]
     record = registry.plugin(plugin)
     if not record.healthy:
         raise PluginError(f"{record} {record.absence}")
