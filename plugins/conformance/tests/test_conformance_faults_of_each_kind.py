@@ -476,3 +476,13 @@ def test_a_failure_names_shapes_and_options_and_a_near_one_says_so():
     assert "weight (64, 32), labels [-100, -100, -100, " in first and first.endswith("] int32]")
     cases = (CaseResult("odd width", (), 0.9, 0.1), CaseResult("wide", (), 0.2))
     assert ConformanceReport("k", "cpu", "float32", cases).near == ("sample 'odd width' is at 90% of its tolerance",)
+
+
+def test_a_failure_that_samples_share_is_said_once():
+    names, said = ("odd width", "one row", "wide"), "raised TypeError: no eps"
+    cases = [CaseResult(name, (said,), call="x (3, 97)") for name in names]
+    report = ConformanceReport("k", "cpu", "float32", (*cases, CaseResult("zeros", ("is off",))))
+    assert report.failures == (
+        f"sample 'odd width': {said} [x (3, 97)], and 2 more samples alike",
+        "sample 'zeros': is off",
+    )

@@ -75,11 +75,15 @@ class ConformanceReport:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """One sentence per failure, with the sample's name and what it calls the kernel with."""
+        """One sentence per failure, with the first sample that has it, and what that calls the kernel with."""
+        having: dict[str, list[CaseResult]] = {}
+        for case in self.cases:
+            for failure in case.failures:
+                having.setdefault(failure, []).append(case)
         return tuple(
-            f"sample {case.sample!r}: {failure}{f' [{case.call}]' if case.call else ''}"
-            for case in self.cases
-            for failure in case.failures
+            f"sample {first.sample!r}: {failure}{f' [{first.call}]' if first.call else ''}"
+            f"{f', and {len(more)} more samples alike' if more else ''}"
+            for failure, (first, *more) in having.items()
         )
 
     @property
