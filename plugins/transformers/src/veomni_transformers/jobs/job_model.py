@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from veomni_core.errors import ConfigError, did_you_mean, suggest
+from veomni_core.errors import CheckpointError, ConfigError, did_you_mean, suggest
 from veomni_transformers.jobs.job_files import beside_job, job_file_error, shown
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -86,8 +86,11 @@ class ModelSection:
 
         Args:
             with_weights: whether the files of the weights too.
+
+        Raises:
+            CheckpointError: the model's config is that of weights that are not here.
         """
-        from veomni_transformers.jobs.hub_snapshots import is_hub_id, snapshot
+        from veomni_transformers.jobs.hub_snapshots import is_hub_id, nearest, snapshot
 
         changes: dict[str, Any] = {}
         if is_hub_id(self.config):
@@ -95,6 +98,12 @@ class ModelSection:
         if is_hub_id(self.weights):
             folder = snapshot("model.weights", str(self.weights), self.revision, with_weights=with_weights)
             changes["weights"] = str(folder)
+        elif self.config is None and not Path(self.weights or "").exists():
+            # transformers would ask the Hub for a config of any name, and no weights come by one without an owner.
+            raise CheckpointError(
+                f"model.weights: {self.weights} is not here, and is no Hub id, which has an owner (owner/name): "
+                f"expected a folder with *.safetensors files.{nearest(Path(self.weights or ''))}"
+            )
         return replace(self, **changes)
 
     def beside(self, folder: Path) -> ModelSection:
