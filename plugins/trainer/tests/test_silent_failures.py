@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from veomni_core.errors import CheckpointError, ConfigError, HostError, JobFileError
+from veomni_core import bind
+from veomni_core.errors import CheckpointError, ConfigError, HostError, JobFileError, PluginError
 from veomni_trainer.job.load import load_job
+from veomni_trainer.run.raising_kernels import naming_kernels
 from veomni_trainer.run.run_job import naming_lack_of_memory
 from veomni_trainer.run.training import InterruptCallback
 from veomni_trainer.setup.method_models import check_causal
@@ -163,6 +165,24 @@ def test_too_little_memory_of_a_cpu_is_named(error: Exception) -> None:
         raise error
     with pytest.raises(RuntimeError, match="another"), naming_lack_of_memory(False):
         raise RuntimeError("another")
+
+
+def test_a_kernel_that_raises_is_named_with_its_site(plant: Callable[[], None]) -> None:
+    plant()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL))
+    binding, ids = bind(model, {"preset": "eager", "rms_norm_implementation": "without_eps"}), torch.ones(1, 3).long()
+    said = (
+        r"^rms_norm/standard:without_eps of acme-planted 1.0 raised at model.layers.0.input_layernorm: TypeError: .* "
+        "veomni verify acme-planted --kernel rms_norm/standard:without_eps"
+    )
+    with pytest.raises(PluginError, match=said) as caught, naming_kernels():
+        model(ids)
+    assert isinstance(caught.value.__cause__, TypeError)
+    binding.undo()
+    bind(model, {"preset": "eager", "rms_norm_implementation": "torch"})
+    model.model.layers[0].mlp.down_proj = torch.nn.Linear(3, 3)
+    with pytest.raises(RuntimeError, match="shapes"), naming_kernels():
+        model(ids)
 
 
 def test_a_reward_that_raises_is_named_with_its_line(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from veomni_trainer.report.write import RunEnding, State, describe_run, write_re
 from veomni_trainer.run.check import settled_job
 from veomni_trainer.run.checkpoints import completion, starting_point
 from veomni_trainer.run.eager import EAGER, AlternatingSteps, eager_beside, train_eager
+from veomni_trainer.run.raising_kernels import naming_kernels
 from veomni_trainer.run.start import prepare
 from veomni_trainer.run.terminal import INTERRUPTED, is_main_process, print_once
 from veomni_trainer.run.training import Ending, fit
@@ -97,7 +98,8 @@ def run_job(
 
     with locked(folder.path) if is_main_process() else nullcontext():
         try:
-            with naming_lost_processes(job.train.timeout), naming_lack_of_memory(compare == EAGER):
+            lacking = naming_lack_of_memory(compare == EAGER)
+            with naming_kernels(), naming_lost_processes(job.train.timeout), lacking:
                 ending, eager_code = train()
         except KeyboardInterrupt:
             saved = folder.checkpoints()
