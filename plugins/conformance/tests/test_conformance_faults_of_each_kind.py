@@ -479,10 +479,10 @@ def test_a_failure_names_shapes_and_options_and_a_near_one_says_so():
 
 
 def test_a_failure_that_samples_share_is_said_once():
-    names, said = ("odd width", "one row", "wide"), "raised TypeError: no eps"
+    names, said = ("odd width", "one row", "wide", "long"), "raised TypeError: no eps"
     cases = [CaseResult(name, (said,), call="x (3, 97)") for name in names]
     report = ConformanceReport("k", "cpu", "float32", (*cases, CaseResult("zeros", ("is off",))))
     assert report.failures == (
-        f"sample 'odd width': {said} [x (3, 97)], and 2 more samples alike",
+        f"sample 'odd width': {said} [x (3, 97)], and 3 more samples alike",
         "sample 'zeros': is off",
     )

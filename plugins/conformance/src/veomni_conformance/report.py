@@ -9,6 +9,7 @@ from typing import Any
 from veomni_core.errors import ConformanceError
 
 _NEAR = 0.8  # of the tolerance
+_FEW = 3  # samples
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,19 @@ class ConformanceReport:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """One sentence per failure, with the first sample that has it, and what that calls the kernel with."""
+        """One sentence per failure, with the sample's name and what it calls the kernel with.
+
+        What more than a few samples fail alike in is said once, of the first of them.
+        """
         having: dict[str, list[CaseResult]] = {}
         for case in self.cases:
             for failure in case.failures:
                 having.setdefault(failure, []).append(case)
         return tuple(
-            f"sample {first.sample!r}: {failure}{f' [{first.call}]' if first.call else ''}"
-            f"{f', and {len(more)} more samples alike' if more else ''}"
-            for failure, (first, *more) in having.items()
+            f"sample {case.sample!r}: {failure}{f' [{case.call}]' if case.call else ''}"
+            f"{f', and {len(cases) - 1} more samples alike' if len(cases) > _FEW else ''}"
+            for failure, cases in having.items()
+            for case in (cases[:1] if len(cases) > _FEW else cases)
         )
 
     @property
