@@ -7,8 +7,5 @@ from itertools import islice
 
 from veomni_ops import kda
 
-CONTRACTS = {
-    "standard": replace(
-        kda.CONTRACTS["standard"], samples=lambda device, dtype: islice(kda.SAMPLES.small(device, dtype), 6)
-    )
-}
+_ALL = kda.CONTRACTS["standard"]
+CONTRACTS = {"standard": replace(_ALL, samples=lambda device, dtype: islice(_ALL.samples(device, dtype), 6))}

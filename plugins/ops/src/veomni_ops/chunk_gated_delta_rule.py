@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from veomni_ops.contract import Contract
-from veomni_ops.delta_recurrence import Bounds, check_inputs, over_tokens
-from veomni_ops.delta_rule_samples import RANGES, DeltaRuleSamples, alike
-from veomni_ops.recurrence_tolerances import GRADIENTS, VALUES, present
+from veomni_ops.delta_recurrence import check_inputs, over_tokens
+from veomni_ops.delta_rule_samples import contract
+
+check_call = check_inputs
 
 
 def standard(
@@ -70,54 +70,4 @@ def standard(
     return output, finals if output_final_state else None
 
 
-def check_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Bounds | None:
-    """Check that the inputs of a call fit together. A kernel calls it first.
-
-    The boundaries are read, which waits for the device that has them.
-
-    Returns:
-        The first token of each packed sequence, and the one after its last; ``None`` where nothing is packed.
-
-    Raises:
-        ValueError: a shape doesn't fit to the others; a state is of another number of sequences; the boundaries are not
-            those of a batch of one, don't go from 0 to its length, or go back.
-
-    Example:
-        >>> import torch
-        >>> q, v, g = torch.zeros(1, 7, 2, 8), torch.zeros(1, 7, 4, 16), torch.zeros(1, 7, 4)
-        >>> check_call(q, q, v, g, g, cu_seqlens=torch.tensor([0, 3, 7]))
-        ((0, 3), (3, 7))
-        >>> check_call(q, q, v, g, g, cu_seqlens=torch.tensor([0, 3, 6]))
-        Traceback (most recent call last):
-            ...
-        ValueError: cu_seqlens goes from 0 to 6, expected from 0 to 7, the length of the packed sequences
-    """
-    return check_inputs(query, key, value, g, beta, False, initial_state, cu_seqlens)
-
-
-SAMPLES = DeltaRuleSamples(per_channel=False)
-CONTRACTS = {
-    "standard": Contract(
-        op_name="chunk_gated_delta_rule",
-        variant="standard",
-        reference=standard,
-        samples=SAMPLES.small,
-        values=VALUES,
-        gradients=GRADIENTS,
-        beyond_a_tile=SAMPLES.beyond_a_tile,
-        large=SAMPLES.large,
-        primary=present,
-        # The boundaries of packed sequences are not one per row. Named here, they leave packed calls without rows.
-        rows=("query", "key", "value", "g", "beta", "initial_state", "cu_seqlens"),
-        alike=alike,
-        ranges=RANGES,
-    ),
-}
+CONTRACTS = {"standard": contract("chunk_gated_delta_rule", standard, per_channel=False)}

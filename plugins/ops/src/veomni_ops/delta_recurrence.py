@@ -82,11 +82,13 @@ def check_inputs(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
-    per_channel: bool,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    per_channel: bool = False,
 ) -> Bounds | None:
-    """Check that the inputs of a call fit together.
+    """Check that the inputs of a call fit together. A kernel calls it first, as its op's ``check_call``.
+
+    The boundaries are read, which waits for the device that has them.
 
     Args:
         query: and the others: as the ops have them.
@@ -96,15 +98,21 @@ def check_inputs(
         The first token of each packed sequence, and the one after its last; ``None`` where nothing is packed.
 
     Raises:
-        ValueError: they don't; the ops' own ``check_call`` say when.
+        ValueError: a shape doesn't fit to the others; a state is of another number of sequences; the boundaries are not
+            those of a batch of one, don't go from 0 to its length, or go back.
 
     Example:
-        >>> q, v, gate = torch.zeros(2, 7, 2, 8), torch.zeros(2, 7, 2, 16), torch.zeros(2, 7, 2)
-        >>> check_inputs(q, q, v, gate, gate, per_channel=False, initial_state=None, cu_seqlens=None)
-        >>> check_inputs(q, q, v, gate, gate, per_channel=True, initial_state=None, cu_seqlens=None)
+        >>> q, v, gate = torch.zeros(1, 7, 2, 8), torch.zeros(1, 7, 2, 16), torch.zeros(1, 7, 2)
+        >>> check_inputs(q, q, v, gate, gate, cu_seqlens=torch.tensor([0, 3, 7]))
+        ((0, 3), (3, 7))
+        >>> check_inputs(q, q, v, gate, gate, cu_seqlens=torch.tensor([0, 3, 6]))
         Traceback (most recent call last):
             ...
-        ValueError: g is (2, 7, 2), expected (2, 7, 2, 8): one number per token, head and key channel
+        ValueError: cu_seqlens goes from 0 to 6, expected from 0 to 7, the length of the packed sequences
+        >>> check_inputs(q, q, v, gate, gate, per_channel=True)
+        Traceback (most recent call last):
+            ...
+        ValueError: g is (1, 7, 2), expected (1, 7, 2, 8): one number per token, head and key channel
     """
     if query.dim() != 4 or key.shape != query.shape or value.dim() != 4 or value.shape[:2] != query.shape[:2]:
         shapes = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"

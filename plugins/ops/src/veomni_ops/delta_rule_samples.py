@@ -6,7 +6,7 @@ Both ops have the same ones. They differ in the decay: one number per token and 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from veomni_ops.combinations import CONTIGUOUS, EVERY_OTHER, laid_out, together
-from veomni_ops.contract import Alike, Draw, Sample, leaf
+from veomni_ops.contract import Alike, Contract, Draw, Sample, leaf
 from veomni_ops.memory_places import alone
+from veomni_ops.recurrence_tolerances import GRADIENTS, VALUES, present
 
 # A feature: keys or values wider than 128. A kernel may have room for a state of 128 by 128 alone.
 WIDE_HEADS, WIDEST_HEAD = "wide_heads", 128
@@ -266,3 +267,23 @@ def _state(draw: Draw, sequences: int, heads: int = 2, key_width: int = 8, value
 
 def _bounds_at(device: torch.device, *ends: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor((0, *ends), dtype=dtype, device=device)
+
+
+def contract(op_name: str, reference: Callable[..., Any], per_channel: bool) -> Contract:
+    """The contract of the delta rule ``op_name``, which both have in common but for the decay."""
+    samples = DeltaRuleSamples(per_channel)
+    return Contract(
+        op_name=op_name,
+        variant="standard",
+        reference=reference,
+        samples=samples.small,
+        values=VALUES,
+        gradients=GRADIENTS,
+        beyond_a_tile=samples.beyond_a_tile,
+        large=samples.large,
+        primary=present,
+        # The boundaries of packed sequences are not one per row. Named here, they leave packed calls without rows.
+        rows=("query", "key", "value", "g", "beta", "initial_state", "cu_seqlens"),
+        alike=alike,
+        ranges=RANGES,
+    )

@@ -11,12 +11,14 @@ Shape suffixes: ``B`` batch, ``S`` sequence, ``H`` heads, ``K`` key width, ``V``
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
-from veomni_ops.contract import Contract
-from veomni_ops.delta_recurrence import Bounds, check_inputs, over_tokens
-from veomni_ops.delta_rule_samples import RANGES, DeltaRuleSamples, alike
-from veomni_ops.recurrence_tolerances import GRADIENTS, VALUES, present
+from veomni_ops.delta_recurrence import check_inputs, over_tokens
+from veomni_ops.delta_rule_samples import contract
+
+check_call = partial(check_inputs, per_channel=True)
 
 
 def standard(
@@ -58,48 +60,4 @@ def standard(
     return output, finals if output_final_state else None
 
 
-def check_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Bounds | None:
-    """Check that the inputs of a call fit together, as the gated delta rule's does, and return its boundaries.
-
-    Raises:
-        ValueError: a shape doesn't fit to the others, or the boundaries don't fit to the length.
-
-    Example:
-        >>> import torch
-        >>> q, v, beta = torch.zeros(1, 7, 2, 8), torch.zeros(1, 7, 2, 16), torch.zeros(1, 7, 2)
-        >>> check_call(q, q, v, torch.zeros(1, 7, 2, 8), beta, cu_seqlens=torch.tensor([0, 3, 7]))
-        ((0, 3), (3, 7))
-        >>> check_call(q, q, v, beta, beta)
-        Traceback (most recent call last):
-            ...
-        ValueError: g is (1, 7, 2), expected (1, 7, 2, 8): one number per token, head and key channel
-    """
-    return check_inputs(query, key, value, g, beta, True, initial_state, cu_seqlens)
-
-
-SAMPLES = DeltaRuleSamples(per_channel=True)
-CONTRACTS = {
-    "standard": Contract(
-        op_name="kda",
-        variant="standard",
-        reference=standard,
-        samples=SAMPLES.small,
-        values=VALUES,
-        gradients=GRADIENTS,
-        beyond_a_tile=SAMPLES.beyond_a_tile,
-        large=SAMPLES.large,
-        primary=present,
-        # The boundaries of packed sequences are not one per row. Named here, they leave packed calls without rows.
-        rows=("query", "key", "value", "g", "beta", "initial_state", "cu_seqlens"),
-        alike=alike,
-        ranges=RANGES,
-    ),
-}
+CONTRACTS = {"standard": contract("kda", standard, per_channel=True)}
