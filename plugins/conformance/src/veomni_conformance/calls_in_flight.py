@@ -78,7 +78,7 @@ def _result_overwritten(subject: Subject, position: Position) -> str | None:
     sample = subject.draw(position)
     doubled = tuple(result.mul_(2.0) if result.requires_grad else result for result in subject.call(sample))
     gradients = subject.gradients(doubled, sample, lambda result: upstream_of(result) / 2)
-    return subject.problem(Outcome((), gradients), _gradients_of(subject.exact(position)))
+    return subject.problem(Outcome((), gradients), Outcome((), subject.exact(position).gradients))
 
 
 def _input_overwritten(subject: Subject, position: Position, name: str) -> str | None:
@@ -91,8 +91,4 @@ def _input_overwritten(subject: Subject, position: Position, name: str) -> str |
     gradients = subject.gradients(results, sample)
     if torch.equal(kept, replacement):
         return None
-    return subject.problem(Outcome((), gradients), _gradients_of(subject.exact(position)))
-
-
-def _gradients_of(outcome: Outcome) -> Outcome:
-    return Outcome((), outcome.gradients)
+    return subject.problem(Outcome((), gradients), Outcome((), subject.exact(position).gradients))

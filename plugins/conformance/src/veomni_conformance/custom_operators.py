@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from veomni_conformance.situations import reveal
 from veomni_conformance.subject import Position, Subject
@@ -44,7 +44,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace not in _OF_PYTORCH and func not in self.calls:
-            self.calls[func] = tree_map(_copy, (args, kwargs))
+            self.calls[func] = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -71,7 +71,3 @@ def _checked(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> st
 def _first_line(outcome: Any) -> str:
     """The message's first line that says something: opcheck begins with how to repeat the check."""
     return next((line.strip() for line in str(outcome).splitlines() if line.strip()), type(outcome).__name__)
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -74,7 +74,7 @@ def _twice(subject: Subject, position: Position) -> str | None:
     results = subject.call(sample)
     first = subject.gradients(results, sample, retain_graph=True)
     second = subject.gradients(results, sample)
-    exact = _without_results(subject.exact(position))
+    exact = Outcome((), subject.exact(position).gradients)
     return subject.problem(Outcome((), second), exact) or subject.problem(Outcome((), first), exact)
 
 
@@ -100,7 +100,3 @@ def _one_result(subject: Subject, position: Position, used: int) -> str | None:
         return {name: torch.zeros_like(inputs[name]) if each is None else each for name, each in found.items()}
 
     return subject.problem(Outcome((), gradients(of_reference=False)), Outcome((), gradients(of_reference=True)))
-
-
-def _without_results(outcome: Outcome) -> Outcome:
-    return Outcome((), outcome.gradients)

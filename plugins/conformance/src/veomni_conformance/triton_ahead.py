@@ -92,17 +92,13 @@ def compile_ahead(spec: KernelSpec, contract: Contract, dtype: str, target: Targ
                     if spec.backward:
                         subject.gradients(results, sample)
                 except Exception as error:  # the compiler's, or that of host code which read what was not computed
-                    if _is_the_compilers(error):
+                    if type(error).__module__.startswith("triton."):
                         failures[" ".join(str(error).split())] = None  # the place, the code, and what is wrong with it
                     else:
                         not_reached[f"at {subject.sample(position).name!r}: {one_line(error)}"] = None
     functions = tuple(dict.fromkeys(compiled))
     failures.update((f"{each.name} ({each.constants}) {each.problem}", None) for each in functions if each.problem)
     return CompiledAhead(functions, tuple(failures), tuple(not_reached))
-
-
-def _is_the_compilers(error: Exception) -> bool:
-    return type(error).__module__.startswith("triton.")
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def _apply(patch: Patch, module: ModuleText, supplies: Supplies) -> None:
             after = with_marker(code.with_changes(name=cst.Name(patch.target)), _marker(patch))
         check_fields(patch.title, code, upstream, module.source, bool(patch.declares))
         supplies.bring(PatchFile.of(patch.replacement), _raw(patch), rename, patch.title)
-    if _same(before, after):
+    if ast.dump(ast.parse(source_of(before))) == ast.dump(ast.parse(source_of(after))):
         raise PatchError(f"{patch.title} changes nothing: upstream's code is the same. Remove the patch")
     module.replace(owner, after)
 
@@ -200,7 +200,3 @@ def _external(patch: Patch, module: ModuleText, supplies: Supplies) -> Any:
 def _marker(patch: Patch) -> list[str]:
     lines = [f"patchgen: {patch.title}" + (f": {' '.join(patch.description.split())}" if patch.description else "")]
     return lines + ([f"patchgen: declares: {' '.join(patch.declares.split())}"] if patch.declares else [])
-
-
-def _same(before: Any, after: Any) -> bool:
-    return ast.dump(ast.parse(source_of(before))) == ast.dump(ast.parse(source_of(after)))

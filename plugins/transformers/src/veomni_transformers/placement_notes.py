@@ -82,7 +82,7 @@ class _Hook:
             error is not None
             and model is not None
             and (note := misplaced(model, self._plan))
-            and note not in _notes_of(error)
+            and note not in getattr(error, "__notes__", [])
         ):
             error.add_note(note)
 
@@ -94,7 +94,3 @@ class _Hook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return self
-
-
-def _notes_of(error: BaseException) -> list[str]:
-    return getattr(error, "__notes__", [])

@@ -10,7 +10,6 @@ import typer
 
 from veomni_conformance.cli.names import complete_op, find_op
 from veomni_core.cli.output import AsJson, HardwareName, print_json
-from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.references import load_attribute
 from veomni_core.discovery.discover import discover
 from veomni_core.errors import ConfigError
@@ -53,7 +52,8 @@ def explain(
             "kernel": kernel.name,
             "plugin": str(registry.plugin_of(kernel)),
             "preference": kernel.preference,
-            "runs": not (reasons := selection.why_not(kernel)) and _verified_in_any(selection, kernel),
+            "runs": not (reasons := selection.why_not(kernel))
+            and any(not selection.unverified(kernel, (dtype,)) for dtype in kernel.dtypes),
             "reasons": list(reasons),
             "failed_verify": list(selection.failures(kernel)),
             "unverified": [] if reasons else list(selection.unverified(kernel)),
@@ -105,10 +105,6 @@ def explain(
 def _runs(row: Mapping[str, Any]) -> str:
     why = "; ".join((*row["reasons"], *row["unverified"]))
     return f"yes{why and f'; {why}'}" if row["runs"] else f"no: {why}"
-
-
-def _verified_in_any(selection: Selection, kernel: KernelSpec) -> bool:
-    return any(not selection.unverified(kernel, (dtype,)) for dtype in kernel.dtypes)
 
 
 def _option(option: dict[str, Any]) -> str:

@@ -112,7 +112,10 @@ def table(profile: Profile, found: tuple[Outcome, ...]) -> str:
         f"{each.site.kind}: auto never takes {_listed(each)}, by their preference" for each in found if _listed(each)
     ]
     notes += [
-        f"{site.kind}: {c.kernel} was not measured: {c.why_not}" for site in profile.sites for c in _missing(site)
+        f"{site.kind}: {c.kernel} was not measured: {c.why_not}"
+        for site in profile.sites
+        for c in site.contenders
+        if c.times is None
     ]
     saved = sum(each.saved_ms for each in found)
     compared = "less" if saved >= 0 else "more"
@@ -143,7 +146,3 @@ def shown_kernel(contender: Contender, site: MeasuredSite) -> str:
 def _listed(outcome: Outcome) -> str:
     """The contenders that were measured and are never taken."""
     return " and ".join(each.kernel for each in outcome.site.measured if each not in outcome.able)
-
-
-def _missing(site: MeasuredSite) -> tuple[Contender, ...]:
-    return tuple(each for each in site.contenders if each.times is None)

@@ -22,12 +22,10 @@ def naming_kernels() -> Iterator[None]:
     """
     try:
         yield
-    except VeOmniError:
-        raise
     except Exception as error:
-        if said := _where(error):
-            raise PluginError(said) from error
-        raise
+        if isinstance(error, VeOmniError) or not (said := _where(error)):
+            raise
+        raise PluginError(said) from error
 
 
 def _where(error: Exception) -> str:
@@ -35,19 +33,17 @@ def _where(error: Exception) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     ran = [(frame.f_locals["self"], frame) for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
     binding = binding_of(ran[0][0]) if ran else None
-    if binding is None:
-        return ""
-    module, frame = ran[-1]
-    if frame.f_globals["__name__"] in {kind.__module__ for kind in type(module).__mro__}:
+    module, frame = ran[-1] if ran else (None, None)
+    own_code = {kind.__module__ for kind in type(module).__mro__}
+    if binding is None or frame is None or frame.f_globals["__name__"] in own_code:
         return ""
     paths = [path for path, each in binding.model.named_modules() if each is module]
-    kernels = {each.spec: each for each in binding.plan.kernels}
-    for site, spec in ((each.site, each.spec) for each in binding.plan.decisions if each.spec is not None):
-        if site.path in paths:
-            last, whose = traceback.extract_tb(error.__traceback__)[-1], kernels[spec].distribution
-            return (
-                f"{spec} of {whose} {kernels[spec].version} raised at {site.path or 'the model'}: "
-                f"{type(error).__name__}: {first_line(error)} ({last.filename}, line {last.lineno}). veomni verify "
-                f"{whose} --kernel {spec} checks it; until it is mended, name another kernel, or eager"
-            )
+    specs = [each.spec for each in binding.plan.decisions if each.site.path in paths]
+    for kernel in (each for each in binding.plan.kernels if each.spec in specs):
+        last, name = traceback.extract_tb(error.__traceback__)[-1], kernel.distribution
+        return (
+            f"{kernel.spec} of {name} {kernel.version} raised at {paths[0] or 'the model'}: {type(error).__name__}: "
+            f"{first_line(error)} ({last.filename}, line {last.lineno}). veomni verify {name} --kernel {kernel.spec} "
+            "checks it; until it is mended, name another kernel, or eager"
+        )
     return ""

@@ -36,7 +36,7 @@ def parity(job: JobPath, changes: Changes = None, json: AsJson = False) -> None:
         rows = [
             (
                 each.layout,
-                *(_number(value) for value in (each.mean, each.largest)),
+                *("-" if value is None else f"{value:.3g}" for value in (each.mean, each.largest)),
                 each.first or each.why_not or "none",
             )
             for each in compared
@@ -90,7 +90,3 @@ def model_plan(model: Any) -> Any:
     binding = binding_of(model)
     assert binding is not None
     return binding.plan
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"

@@ -50,7 +50,7 @@ class EngineLayout:
     def styles_at(self, path: str) -> dict[str, str]:
         """The styles at and below ``path``, by relative path: that of the module itself is under ``""``."""
         styles = {**self.tp_styles, **self.ep_styles}
-        return {_below(path, each): style for each, style in styles.items() if _is_at(each, path)}
+        return {each[len(path) :].lstrip("."): style for each, style in styles.items() if _is_at(each, path)}
 
 
 @runtime_checkable
@@ -130,7 +130,3 @@ def _any_at(styles: Mapping[str, str], path: str) -> bool:
 
 def _is_at(each: str, path: str) -> bool:
     return not path or each == path or each.startswith(f"{path}.")
-
-
-def _below(path: str, each: str) -> str:
-    return each[len(path) :].lstrip(".")

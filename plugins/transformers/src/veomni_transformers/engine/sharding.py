@@ -56,7 +56,7 @@ class ModelSharding:
         if not self._gathered and not self._is_tensor_parallel:
             return ModuleSharding(WHOLE)
         module = self._model.get_submodule(path)
-        while path and not _holds_parameters(module):
+        while path and next(_parameters(module), None) is None:
             path = path.rpartition(".")[0]
             module = self._model.get_submodule(path)
         for owner, name in _parameters(module):
@@ -102,10 +102,6 @@ def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 yield owner, name
-
-
-def _holds_parameters(module: nn.Module) -> bool:
-    return next(_parameters(module), None) is not None
 
 
 def _is_dtensor(tensor: Any) -> bool:

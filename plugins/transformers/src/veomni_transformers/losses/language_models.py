@@ -53,7 +53,10 @@ def language_models(model: nn.Module) -> Iterator[LanguageModel]:
     """Every language model in ``model``, which may be one itself."""
     heads: set[int] = set()
     for path, module in named_modules(model):
-        if not hasattr(type(module), "get_output_embeddings") or not _takes_labels(module):
+        if (
+            not hasattr(type(module), "get_output_embeddings")
+            or "labels" not in inspect.signature(type(module).forward).parameters
+        ):
             continue
         head = module.get_output_embeddings()  # type: ignore[operator]
         # No head: a classifier, or a decoder without its head. A known head: an inner model that takes labels too.
@@ -61,7 +64,3 @@ def language_models(model: nn.Module) -> Iterator[LanguageModel]:
             continue
         heads.add(id(head))
         yield LanguageModel(path, module, head)
-
-
-def _takes_labels(module: nn.Module) -> bool:
-    return "labels" in inspect.signature(type(module).forward).parameters

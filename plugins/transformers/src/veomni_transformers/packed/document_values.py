@@ -131,7 +131,7 @@ def _first_difference(
     alone = [[_run(model, order, input_ids=ids[None]) for ids in row] for row in documents]
     if different := _first_above(tolerance, _largest_anywhere(_differences(together, alone), model.device), model):
         return different
-    if order is not None or _is_sharded(model):
+    if order is not None or any(isinstance(each, DTensor) for each in model.parameters()):
         return ""  # gradients of modules that ranks share are not compared
     if seen := first_module_that_sees_others(model, rows[0], _packed(documents[:1], model)):
         path, module = seen
@@ -153,10 +153,6 @@ def _first_above(tolerance: float, errors: Mapping[str, float], model: PreTraine
                 "whose output does"
             )
     return ""
-
-
-def _is_sharded(model: PreTrainedModel) -> bool:
-    return any(isinstance(each, DTensor) for each in model.parameters())
 
 
 def _documents(rows: tuple[tuple[int, ...], ...], ranks: int, model: PreTrainedModel) -> list[list[Tensor]]:

@@ -36,7 +36,7 @@ class PackedSteps(WholeModelRule):
                     continue
                 # A model that has no position_ids, or builds masks, doesn't pass all boundaries to the one inside it:
                 # its forward finds them too.
-                has_none = "position_ids" not in _parameters(module)
+                has_none = "position_ids" not in inspect.signature(current_forward(module)).parameters
                 if has_none or mask_functions(module):
                     yield _change(model, path, mixing or (has_none and f"{named(model, path)} {_NO_POSITIONS}") or "")
 
@@ -44,7 +44,3 @@ class PackedSteps(WholeModelRule):
 def _change(model: nn.Module, path: str, mixing: str) -> tuple[str, Change]:
     module = model.get_submodule(path)
     return path, ForwardChange(module, with_boundaries(current_forward(module), mixing))
-
-
-def _parameters(module: nn.Module) -> tuple[str, ...]:
-    return tuple(inspect.signature(current_forward(module)).parameters)
