@@ -199,7 +199,6 @@ def test_what_is_no_model_is_refused():
         ({"verify": "no"}, "verify: expected True or False, got 'no' (str)"),
         ({"training": 1}, "training: expected True or False, got 1 (int)"),
         ({"agree": None}, "agree: expected True or False, got nothing"),
-        ({"group": 3}, "group: expected a torch.distributed.ProcessGroup, got 3 (int)"),
         ({"agreement_timeout": float("nan")}, "agreement_timeout: expected seconds above 0, got nan (float)"),
         ({"agreement_timeout": -1}, "agreement_timeout: expected seconds above 0, got -1 (int)"),
     ],

@@ -36,10 +36,6 @@ class Ranks:
     def __post_init__(self) -> None:
         expect(is_finite(self.timeout) and self.timeout > 0, "agreement_timeout", self.timeout, "seconds above 0")
         expect(isinstance(self.agree, bool), "agree", self.agree, "True or False")
-        if self.group is not None and distributed.is_available():
-            outside = self.group == distributed.GroupMember.NON_GROUP_MEMBER  # as `new_group` returns it there
-            known = outside or isinstance(self.group, distributed.ProcessGroup)
-            expect(known, "group", self.group, "a torch.distributed.ProcessGroup")
 
     def agree_on(self, make: Callable[[], Plan]) -> Plan:
         """Call ``make``, and return its plan once every rank has the same one. Without other ranks that is at once.

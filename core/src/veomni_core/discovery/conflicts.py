@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from veomni_core.descriptions.hardware import ANY_DEVICE, NAMED
 from veomni_core.descriptions.kernel_spec import KernelSpec
@@ -20,7 +20,6 @@ from veomni_core.descriptions.op_spec import OpSpec
 from veomni_core.discovery.registry import PluginRecord, SkippedKernel, ops_of
 from veomni_core.errors import did_you_mean
 
-_Key = TypeVar("_Key")
 # The core describes nothing itself. It has a record, so that lists and locks name it.
 CORE = PluginRecord("veomni-core", "veomni-core", "built in", "veomni_core", defines=True)
 
@@ -101,10 +100,10 @@ def _variants_twice(healthy: list[PluginRecord]) -> dict[int, str]:
 
 
 def _claimants(
-    healthy: list[PluginRecord], field: str, key: Callable[[Any], _Key]
-) -> Iterable[tuple[_Key, list[PluginRecord]]]:
+    healthy: list[PluginRecord], field: str, key: Callable[[Any], Any]
+) -> Iterable[tuple[Any, list[PluginRecord]]]:
     """The plugins that describe each thing of a ``field``, by its ``key``."""
-    found: dict[_Key, list[PluginRecord]] = defaultdict(list)
+    found: dict[Any, list[PluginRecord]] = defaultdict(list)
     for record in healthy:
         for described in getattr(record, field):
             found[key(described)].append(record)

@@ -127,16 +127,13 @@ def _left_out(kernel: HubKernel, arguments: Mapping[str, inspect.Parameter]) -> 
                 f"{did_you_mean(argument, arguments)}"
             )
     left_out = tuple(argument for argument in arguments if argument not in used)
-    if needed := [name for name in left_out if "features" not in kernel.promises or not _has_default(arguments[name])]:
+    without_default = {name for name, each in arguments.items() if each.default is each.empty}
+    if needed := [name for name in left_out if "features" not in kernel.promises or name in without_default]:
         raise ConfigError(
             f"{kernel}: call leaves out {', '.join(needed)} of the op; a kernel that ignores an argument computes "
             "something else"
         )
     return left_out
-
-
-def _has_default(parameter: inspect.Parameter) -> bool:
-    return parameter.default is not parameter.empty
 
 
 def _layer(kernel: HubKernel, package: ModuleType) -> Callable[..., Any]:

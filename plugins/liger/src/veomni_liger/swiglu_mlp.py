@@ -73,10 +73,6 @@ def _gradients_of(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tupl
     return dgate, dup
 
 
-def _gradients_like(_: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    return _activated_like(gate), _activated_like(up)
-
-
 _forward = operator(
     "veomni_liger::gated_activation(Tensor gate, Tensor up, str activation) -> Tensor", _activated, _activated_like
 )
@@ -84,5 +80,5 @@ _gradients = operator(
     "veomni_liger::gated_activation_gradients(Tensor dy, Tensor gate, Tensor up, str activation)"
     " -> (Tensor dgate, Tensor dup)",
     _gradients_of,
-    _gradients_like,
+    lambda _, gate, up, activation: (_activated_like(gate), _activated_like(up)),
 )

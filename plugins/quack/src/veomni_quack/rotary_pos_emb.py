@@ -41,10 +41,6 @@ def _every_other(angles: Tensor) -> Tensor:
     return angles[..., ::2].contiguous()
 
 
-def _all(angles: Tensor) -> Tensor:
-    return angles
-
-
 def _rotation(
     pick: Pick, neighbours: bool = False, backwards: bool = False, whole: bool = True
 ) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -76,7 +72,7 @@ def _rotation(
 full = _rotation(_first_half)
 partial = _rotation(_first_half, whole=False)
 sign_flipped = _rotation(_first_half, backwards=True)
-half_width = _rotation(_all)
+half_width = _rotation(lambda angles: angles)
 pairwise = _rotation(_every_other, neighbours=True)
 pairwise_partial = _rotation(_every_other, neighbours=True, whole=False)
 interleaved = _rotation(_first_half, neighbours=True)

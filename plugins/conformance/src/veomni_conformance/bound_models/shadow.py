@@ -162,7 +162,7 @@ class Shadow:
                 return
             if any(hasattr(parameter, "placements") for parameter in module.parameters()):
                 self.not_compared[path] = "its parameters are sharded"
-            elif any(_has_tokens(value) for value in (*args, *kwargs.values())):
+            elif any(_is_cache(value) and value.get_seq_length() > 0 for value in (*args, *kwargs.values())):
                 self.not_compared[path] = _OTHER_CACHE
             else:
                 call = RecordedCall(kept(_without_caches(args)), kept(_without_caches(kwargs)))
@@ -245,10 +245,6 @@ def _random_states(module: nn.Module) -> Callable[[], None]:
 def _is_cache(value: Any) -> bool:
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(value, transformers.Cache)
-
-
-def _has_tokens(value: Any) -> bool:
-    return _is_cache(value) and value.get_seq_length() > 0
 
 
 def _without_caches(value: Any) -> Any:

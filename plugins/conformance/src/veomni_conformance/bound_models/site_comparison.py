@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -86,7 +86,7 @@ def compare(
     Where they differ by more, ``exact`` is asked for the module's own code in float64. A result of ``bound`` that is as
     close to that as it should be to ``own`` is right, and the module's own code is what rounds.
     """
-    in_float64 = cache(exact or _not_run)
+    in_float64 = cache(exact or partial(Run, problem="it was not asked for"))
     for which, of, allowed in (
         ("", attrgetter("results"), contract.values),
         ("the gradient of ", attrgetter("gradients"), contract.gradients),
@@ -109,10 +109,6 @@ def compare(
             if _distance(found, exactly, tolerance):
                 return f"{what} is off: {problem}; so it is from what its own code computes in float64"
     return ""
-
-
-def _not_run() -> Run:
-    return Run(problem="it was not asked for")
 
 
 def _fresh(value: Any, name: str, leaves: dict[str, Tensor]) -> Any:

@@ -24,12 +24,9 @@ def run_on_meta(twin: nn.Module, attention: Collection[str]) -> None:
         for index, layer in enumerate(layers if isinstance(layers, nn.ModuleList) else ()):
             for name, child in layer.named_children():
                 inner = f"{path}.{index}.{name}".lstrip(".")
-                if not any(f"{each}.".startswith(f"{inner}.") for each in attention) and not _is_listed(child):
+                is_kept = any(f"{each}.".startswith(f"{inner}.") for each in attention)
+                if not is_kept and not isinstance(child, nn.ModuleList | nn.ModuleDict):
                     vars(child)["forward"] = _without_numbers(child, index, shared)
-
-
-def _is_listed(child: nn.Module) -> bool:
-    return isinstance(child, nn.ModuleList | nn.ModuleDict)
 
 
 class _OnMeta:

@@ -31,7 +31,9 @@ def head_twin(model: Any, head: nn.Linear, hidden: Tensor) -> tuple[nn.Module, n
     sizes = {head.out_features: VOCABULARY}
     tiny_head = probe.tiny_linear(head.in_features, VOCABULARY, head.bias is not None)
     decoder, others = _decoder(model, head)
-    stand_ins = {id(child): _StandIn(child, hidden) for child in others if child is decoder or _is_large(child)}
+    # So large a module must be a tower of its own, which a step on text alone does not run.
+    large = [child for child in others if child is decoder or _numbers(child) > _MOST_NUMBERS]
+    stand_ins = {id(child): _StandIn(child, hidden) for child in large}
     twin: Any = _copied(model, {id(head): tiny_head, **stand_ins}, sizes)
     for part in (part for part in twin.modules() if isinstance(part, PreTrainedModel)):
         part.config = copy.deepcopy(part.config)
@@ -75,11 +77,6 @@ def _decoder(model: Any, head: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
 
 def _numbers(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _is_large(module: nn.Module) -> bool:
-    """Whether ``module`` is so large that it must be a tower of its own, which a step on text alone does not run."""
-    return _numbers(module) > _MOST_NUMBERS
 
 
 def _copied(module: nn.Module, replaced: dict[int, nn.Module], sizes: dict[int, int]) -> nn.Module:

@@ -95,11 +95,6 @@ def _why_eager_mixes(site: Site) -> str:
     return ""
 
 
-def _takes_lengths(site: Site) -> bool:
-    """Whether the model's own attention reads ``cu_seq_lens_q``, as transformers' calls of FlashAttention do."""
-    return "flash" in site.own
-
-
 def _why_masks_mix(model: nn.Module, path: str, attending: Iterable[SiteDecision]) -> str:
     """Why the attention of the model at ``path`` mixes packed sequences: its masks have padding and no positions.
 
@@ -108,7 +103,8 @@ def _why_masks_mix(model: nn.Module, path: str, attending: Iterable[SiteDecision
     own = [each for each in attending if _is_nested(path, each.site.path)]
     if not own:
         return ""
-    by_masks = any(not each.bound and not _takes_lengths(each.site) for each in own)
+    # transformers' calls of FlashAttention read ``cu_seq_lens_q`` instead.
+    by_masks = any(not each.bound and "flash" not in each.site.own for each in own)
     module = model.get_submodule(path)
     functions = mask_functions(module)
     if functions != {_PADDING} and not (by_masks and functions and not _names_positions(module)):

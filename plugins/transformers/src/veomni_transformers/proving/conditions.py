@@ -161,7 +161,8 @@ class Conditions:
         return [
             index
             for index, each in enumerate(self._instructions)
-            if each.opname.startswith("STORE_FAST") and name in _as_tuple(each.argval)
+            if each.opname.startswith("STORE_FAST")
+            and name in (each.argval if isinstance(each.argval, tuple) else (each.argval,))
         ]
 
     def _global(self, name: str) -> Any:
@@ -205,7 +206,3 @@ def _is_pure(value: Any) -> bool:
     if isinstance(value, (type, ModuleType)) or is_cached_by_library(value):
         return True
     return value.__hash__ is not None and value in _PURE
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)

@@ -25,16 +25,12 @@ def own_function(module: nn.Module) -> FunctionType:
 def is_library(function: Any) -> bool:
     """Whether the code of ``function`` is not read: torch's, NumPy's, the standard library's or transformers.utils'."""
     module = str(getattr(function, "__module__", ""))
-    return not _is_read(module) or module.startswith("transformers.utils")
+    return module.split(".")[0] in _NOT_READ or module.startswith("transformers.utils")
 
 
 def is_cached_by_library(value: Any) -> bool:
     """Whether ``value`` is such a function behind a cache: it answers as it did, as which version is installed."""
     return isinstance(value, functools._lru_cache_wrapper) and is_library(value)
-
-
-def _is_read(module_name: str) -> bool:
-    return module_name.split(".")[0] not in _NOT_READ
 
 
 def reached_functions(functions: Iterable[Any], kind: type | None) -> Iterator[FunctionType]:

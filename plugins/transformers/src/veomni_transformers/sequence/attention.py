@@ -115,7 +115,8 @@ def whole_mask(build: Callable[..., Any], whole: Callable[[], WholeSequence], *,
         length: dict[str, Any] = {"q_length": sequence.length}
         if "cache_position" in call:  # transformers before 5.6 passes each query's position, not their number
             length = {"cache_position": torch.arange(sequence.length, device=call["cache_position"].device)}
-        call |= {**length, "kv_length": sequence.length, "attention_mask": _as_bool(sequence.padding)}
+        padding = None if sequence.padding is None else sequence.padding.to(torch.bool)
+        call |= {**length, "kv_length": sequence.length, "attention_mask": padding}
         if reads_positions and sequence.position_ids is not None and sequence.padding is None:
             packed = find_packed_sequence_indices(sequence.position_ids.expand(call["batch_size"], -1))
             if packed is not None:
@@ -127,10 +128,6 @@ def whole_mask(build: Callable[..., Any], whole: Callable[[], WholeSequence], *,
         return build(**call)
 
     return mask
-
-
-def _as_bool(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.to(torch.bool)
 
 
 def packing_of(whole: WholeSequence) -> dict[str, Tensor]:

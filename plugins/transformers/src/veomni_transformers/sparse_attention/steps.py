@@ -70,11 +70,12 @@ def _takes_ranges(model: nn.Module, layer: str, bound: dict[str, dict[str, Kerne
 
 def _given_masks(module: Any) -> list[str]:
     """The names of the layers of the decoder ``module`` that get a mask which it always builds; none if unknown."""
-    embeddings = torch.zeros(1, 3, getattr(module.config, "hidden_size", 1))
+    embeddings, mask = torch.zeros(1, 3, getattr(module.config, "hidden_size", 1)), object()
     for two in (False, True):  # what a layer returns: the hidden states, or something beside them
-        mask, given = object(), list[str]()
+        given: list[str] = []
         try:
-            run = with_globals(current_forward(module), {_BUILDER: partial(_built, mask)})
+            built = {_BUILDER: lambda *args, **call: mask if always_builds(call) else None}
+            run = with_globals(current_forward(module), built)
         except LookupError:
             return []
         copied = probe.without_layers(module, partial(_Layer, mask, given, two))
@@ -83,10 +84,6 @@ def _given_masks(module: Any) -> list[str]:
         if error.startswith(InterruptedError.__name__):
             return given
     return []
-
-
-def _built(mask: object, *args: Any, **call: Any) -> object:
-    return mask if always_builds(call) else None
 
 
 class _Layer(nn.Module):

@@ -15,13 +15,9 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int,
     return rotate(q, k, cos, sin, unsqueeze_dim, Form(*form), launch)
 
 
-def _outputs(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k)
-
-
 rotary_pos_emb = operator(
     "veomni_triton::rotary_pos_emb(Tensor q, Tensor k, Tensor cos, Tensor sin, int unsqueeze_dim,"
     " bool reads_neighbours, bool writes_neighbours, bool last, bool backwards) -> (Tensor q, Tensor k)",
     _rotated,
-    _outputs,
+    lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
 )
