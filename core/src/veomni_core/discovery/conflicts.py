@@ -144,7 +144,7 @@ def _misspelt_device(spec: KernelSpec, records: Iterable[PluginRecord]) -> str:
     described = (device.device_type for record in records for device in record.devices)
     known = {ANY_DEVICE, *(hardware.device_type for hardware in NAMED.values()), *described}
     for kind in sorted({each.device_type for each in (spec.hardware, *spec.hardware.others)} - known):
-        # As near as cudaa is to cuda. Types of three letters differ in one: npu, xpu and hpu are no misspelt cpu.
+        # As near as cudaa is to cuda. Types of three letters that differ in one, as xpu and cpu, are two.
         if near := get_close_matches(kind.lower(), known, n=1, cutoff=0.8):
             return f"device type {kind!r} is unknown. Did you mean {near[0]!r}?"
     return ""
