@@ -32,18 +32,19 @@ def _where(error: Exception) -> str:
     """The kernel of the innermost module that ran, in a sentence; empty if that module ran its own code."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     ran = [(frame.f_locals["self"], frame) for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
-    binding = binding_of(ran[0][0]) if ran else None
-    module, frame = ran[-1] if ran else (None, None)
-    own_code = {kind.__module__ for kind in type(module).__mro__}
-    if binding is None or frame is None or frame.f_globals["__name__"] in own_code:
+    if not ran or (binding := binding_of(ran[0][0])) is None:
+        return ""
+    module, frame = ran[-1]
+    if frame.f_globals["__name__"] in {kind.__module__ for kind in type(module).__mro__}:
         return ""
     paths = [path for path, each in binding.model.named_modules() if each is module]
     specs = [each.spec for each in binding.plan.decisions if each.site.path in paths]
-    for kernel in (each for each in binding.plan.kernels if each.spec in specs):
-        last, name = traceback.extract_tb(error.__traceback__)[-1], kernel.distribution
-        return (
-            f"{kernel.spec} of {name} {kernel.version} raised at {paths[0] or 'the model'}: {type(error).__name__}: "
-            f"{first_line(error)} ({last.filename}, line {last.lineno}). veomni verify {name} --kernel {kernel.spec} "
-            "checks it; until it is mended, name another kernel, or eager"
-        )
-    return ""
+    kernel = next((each for each in binding.plan.kernels if each.spec in specs), None)
+    if kernel is None:
+        return ""
+    last, name = traceback.extract_tb(error.__traceback__)[-1], kernel.distribution
+    return (
+        f"{kernel.spec} of {name} {kernel.version} raised at {paths[0] or 'the model'}: {type(error).__name__}: "
+        f"{first_line(error)} ({last.filename}, line {last.lineno}). veomni verify {name} --kernel {kernel.spec} "
+        "checks it; until it is mended, name another kernel, or eager"
+    )

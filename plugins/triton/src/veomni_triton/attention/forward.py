@@ -11,11 +11,11 @@ from __future__ import annotations
 import triton.language as tl
 
 from veomni_ops.triton_launches import triton_kernel
-from veomni_triton.attention.rows import LOG2_E, NONE, SIZES, mask_keys, mask_rows, scores, tile_rows
+from veomni_triton.attention.rows import LOG2_E, NONE, NOT_SPECIALIZED, mask_keys, mask_rows, scores, tile_rows
 from veomni_triton.attention_tiles import SUMS, attend, finish, load, load_wide, products
 
 
-@triton_kernel(do_not_specialize=SIZES)
+@triton_kernel(do_not_specialize=NOT_SPECIALIZED)
 def forward_kernel(
     query,  # [B, H, S, D]
     key,  # [B, K, L, D]
@@ -24,7 +24,7 @@ def forward_kernel(
     ranges,  # [4, Bm, Hm, S]
     sinks,  # [H] or None
     output,  # [B, S, H, V], written
-    norms,  # [B, S, H] float32, written: logarithms of sums to base 2
+    norms,  # [B, S, H] float32, written: logarithms to base 2 of sums, beside the largest number of a row's mask
     half,
     scaling,
     softcap,

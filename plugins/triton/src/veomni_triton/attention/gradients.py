@@ -10,11 +10,11 @@ from __future__ import annotations
 import triton.language as tl
 
 from veomni_ops.triton_launches import triton_kernel
-from veomni_triton.attention.rows import NONE, SIZES, mask_keys, mask_rows, row_range, scores, tile_rows
+from veomni_triton.attention.rows import NONE, NOT_SPECIALIZED, mask_keys, mask_rows, row_range, scores, tile_rows
 from veomni_triton.attention_tiles import add_rows, load, load_wide, products, store, store_wide
 
 
-@triton_kernel(do_not_specialize=SIZES)
+@triton_kernel(do_not_specialize=NOT_SPECIALIZED)
 def dquery_kernel(
     query,  # [B, H, S, D]
     key,  # [B, K, L, D]
@@ -23,7 +23,7 @@ def dquery_kernel(
     ranges,  # [4, Bm, Hm, S]
     output,  # [B, S, H, V]
     doutput,  # [B, S, H, V], as output
-    norms,  # [B, S, H] float32: logarithms of sums to base 2
+    norms,  # [B, S, H] float32, as forward writes them
     means,  # [B, S, H] float32, written: of the gradients of a row's weights
     dquery,  # [B, S, H, D], written
     half,
@@ -136,7 +136,7 @@ def dquery_kernel(
     store_wide(dquery, dquery_MD, dquery_ME, row_M, is_row_M, width, D, E, SPLIT)
 
 
-@triton_kernel(do_not_specialize=SIZES)
+@triton_kernel(do_not_specialize=NOT_SPECIALIZED)
 def dkeys_kernel(
     query,
     key,

@@ -23,12 +23,11 @@ NONE = tl.constexpr(0x7FFFFFFF)  # where no key is
 VERY_LOW = tl.constexpr(-1e3)  # beside such numbers float32 loses scores: next to -1e9, there is only every 64th one
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# No pointer that is read in wide pieces depends on these, and each combination of their divisibility would be compiled:
-# 957 kernels for the contract in bfloat16, and 597 without.
-SIZES = ["queries", "keys", "heads", "groups", "range_batch", "range_head", "range_part"]
+# No pointer that is read in wide pieces depends on these; each combination of their divisibility would be compiled.
+NOT_SPECIALIZED = ["queries", "keys", "heads", "groups", "range_batch", "range_head", "range_part"]
 
 
-@triton_kernel(do_not_specialize=SIZES)
+@triton_kernel(do_not_specialize=NOT_SPECIALIZED)
 def ranges_kernel(
     mask,  # [Bm, Hm, S, L]; booleans as bytes
     ranges,  # [4, Bm, Hm, S] int32, written: begins, stops, kinds, and the bits of the largest numbers
@@ -87,7 +86,7 @@ def ranges_kernel(
     tl.store(place + 3 * part, tl.where(stop > 0, largest, 0.0).to(tl.int32, bitcast=True))
 
 
-@triton_kernel(do_not_specialize=SIZES)
+@triton_kernel(do_not_specialize=NOT_SPECIALIZED)
 def seeing_kernel(
     ranges,  # [4, Bm, Hm, S]
     seeing,  # [5, Bm, tiles of keys] int32, written
