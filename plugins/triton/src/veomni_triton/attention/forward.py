@@ -25,7 +25,6 @@ def forward_kernel(
     sinks,  # [H] or None
     output,  # [B, S, H, V], written
     norms,  # [B, S, H] float32, written: logarithms to base 2 of sums, beside the largest number of a row's mask
-    half,
     scaling,
     softcap,
     queries,  # S
@@ -114,7 +113,6 @@ def forward_kernel(
                     largest_M[:, None],
                     mask_M[:, None] + mask_keys(key_N, mask_key, LARGE)[None, :],
                     mask,
-                    half,
                     scaling,
                     softcap,
                     CAPPED,

@@ -26,7 +26,6 @@ def dquery_kernel(
     norms,  # [B, S, H] float32, as forward writes them
     means,  # [B, S, H] float32, written: of the gradients of a row's weights
     dquery,  # [B, S, H, D], written
-    half,
     scaling,
     softcap,
     factor,  # the derivative of an uncapped score by the product
@@ -116,7 +115,6 @@ def dquery_kernel(
                 largest_M[:, None],
                 mask_M[:, None] + mask_keys(key_N, mask_key, LARGE)[None, :],
                 mask,
-                half,
                 scaling,
                 softcap,
                 CAPPED,
@@ -149,7 +147,6 @@ def dkeys_kernel(
     means,
     dkey,  # [B, L, K, D], written
     dvalue,  # [B, L, K, V], written
-    half,
     scaling,
     softcap,
     factor,
@@ -236,7 +233,6 @@ def dkeys_kernel(
                     mask_rows(query_M, head, mask_head, mask_row, LARGE)[:, None]
                     + mask_keys(key_N, mask_key, LARGE)[None, :],
                     mask,
-                    half,
                     scaling,
                     softcap,
                     CAPPED,

@@ -53,7 +53,6 @@ class _Call:
         self.numbers = (scale / softcap, softcap * e) if softcap else (scale * e, 0.0)
         self.is_rising = softcap > 0 or scale > 0
         self.is_boolean = mask is not None and mask.dtype == torch.bool
-        self.half = 0.0 if mask is None or self.is_boolean else torch.finfo(mask.dtype).min / 2
 
     def operands(self) -> tuple[Tensor | None, ...]:
         mask = self.mask.view(torch.uint8) if self.mask is not None and self.is_boolean else self.mask
@@ -107,7 +106,7 @@ def _forward(
             ranges_kernel[call.queries, heads, batches](
                 call.operands()[3],
                 ranges,
-                call.half,
+                0.0 if call.is_boolean else torch.finfo(mask.dtype).min / 2,
                 heads,
                 call.queries,
                 call.keys,
@@ -125,7 +124,6 @@ def _forward(
                 sinks,
                 output,
                 norms,
-                call.half,
                 *call.numbers,
                 call.queries,
                 *call.sizes(ranges),
@@ -181,7 +179,7 @@ def _gradients(
             gradient.zero_()
     else:
         doutput = doutput.contiguous()
-        shared = (call.half, *call.numbers, scale)
+        shared = (*call.numbers, scale)
         with torch.cuda.device_of(call.query):
             call.launch(
                 dquery_kernel,

@@ -16,9 +16,9 @@ import triton.language as tl
 from veomni_ops.triton_launches import triton_kernel
 from veomni_triton.activations import tanh
 
-# What is in a row's kind.
+# A row's kind, where it is not 0.
 READ = tl.constexpr(1)  # its mask hides keys between begin and stop, or adds numbers: the scores take it
-LOW = tl.constexpr(2)  # the largest number that its mask adds is below `VERY_LOW`; it sees all keys but those of -inf
+LOW = tl.constexpr(2)  # the same, and the largest number is below `VERY_LOW`; the row sees all keys but those of -inf
 NONE = tl.constexpr(0x7FFFFFFF)  # where no key is
 VERY_LOW = tl.constexpr(-1e3)  # beside such numbers float32 loses scores: next to -1e9, there is only every 64th one
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -74,16 +74,16 @@ def ranges_kernel(
         begin = tl.minimum(begin, tl.min(tl.where(seen_N, key_N, NONE), 0))
         stop = tl.maximum(stop, tl.max(tl.where(seen_N, key_N + 1, 0), 0))
         alike += tl.sum(alike_N.to(tl.int32), 0)
-    is_low = largest <= VERY_LOW
     if not BOOLEAN and not SINKS:
         begin, stop = tl.where(stop > 0, begin, low_begin), tl.where(stop > 0, stop, low_stop)
-    kind = tl.where(alike < stop - begin, READ, 0) + tl.where(is_low, LOW, 0)
+    kind = tl.where(largest <= VERY_LOW, LOW, tl.where(alike < stop - begin, READ, 0))
+    kind = tl.where(stop > 0, kind, 0)
     place = ranges + (batch * heads + head).to(tl.int64) * queries + query
     part = tl.num_programs(2).to(tl.int64) * heads * queries
     tl.store(place, tl.where(stop > 0, begin, 0))
     tl.store(place + part, stop)
-    tl.store(place + 2 * part, tl.where(stop > 0, kind, 0))
-    tl.store(place + 3 * part, tl.where(stop > 0, largest, 0.0).to(tl.int32, bitcast=True))
+    tl.store(place + 2 * part, kind)
+    tl.store(place + 3 * part, tl.where(kind > 0, largest, 0.0).to(tl.int32, bitcast=True))
 
 
 @triton_kernel(do_not_specialize=NOT_SPECIALIZED)
@@ -198,7 +198,6 @@ def scores(
     largest_MN,
     place_MN,
     mask,
-    half,
     scaling,
     softcap,
     CAPPED: tl.constexpr,
@@ -215,16 +214,14 @@ def scores(
         score_MN, scale = tanh(product_MN * scaling), softcap
         slope_MN = 1.0 - score_MN * score_MN
     if MASKED:
-        read_MN = seen_MN & ((kind_MN & READ) > 0)
-        value_MN = tl.load(mask + place_MN, mask=read_MN, other=1 if BOOLEAN else 0.0)
+        value_MN = tl.load(mask + place_MN, mask=seen_MN & (kind_MN > 0), other=1 if BOOLEAN else 0.0)
         if BOOLEAN:
             seen_MN = seen_MN & (value_MN != 0)
-        else:
-            value_MN = tl.where(read_MN, value_MN.to(tl.float32), largest_MN)
-            is_low_MN = (kind_MN & LOW) > 0
-            seen_MN = seen_MN & (value_MN > tl.where(is_low_MN, float("-inf"), half))
-            if LOSES:  # what float32 has left of a score beside the number
-                value_MN = tl.where(is_low_MN, tl.fma(score_MN, scale * LN_2, value_MN), value_MN)
-                score_MN = tl.where(is_low_MN, 0.0, score_MN)
+        else:  # a key that a number hides is so far below the largest one that its weight is 0
+            value_MN = value_MN.to(tl.float32)
+            if LOSES:  # what float32 has left of a score beside the number. A row's factors take few registers
+                is_low_MN = kind_MN == LOW
+                value_MN = tl.fma(score_MN, tl.where(is_low_MN, scale * LN_2, 0.0), value_MN)
+                scale = tl.where(is_low_MN, 0.0, scale)
             shift_MN = (value_MN - largest_MN) * LOG2_E
     return score_MN, scale, shift_MN, seen_MN, slope_MN

@@ -86,14 +86,7 @@ def with_position(dtaps, dbias, dtotal, window, numbers, NOW: tl.constexpr, WIDT
 
 @triton.jit
 def results_of(
-    window,
-    numbers,
-    taps,
-    bias,
-    WIDTH: tl.constexpr,
-    SILU: tl.constexpr,
-    MIXED: tl.constexpr,
-    COUNT: tl.constexpr,
+    window, numbers, taps, bias, WIDTH: tl.constexpr, SILU: tl.constexpr, MIXED: tl.constexpr, COUNT: tl.constexpr
 ):
     """The results at the last ``COUNT`` positions of a window, which begins W - 1 positions before them."""
     results = ()
