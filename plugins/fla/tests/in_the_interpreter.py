@@ -62,8 +62,9 @@ def main(asked):
         op = next(op for op in OPS if op.name == specs[kernel].op_name)
         if op.name == "kda":  # minutes of it
             op = replace(op, contract="few_samples:CONTRACTS")
+        spec = replace(specs[kernel], dtypes=(dtype,))  # the interpreter can't add numbers in bfloat16
         with taking_launch(0):
-            report = check_kernel(specs[kernel], "cpu", dtype, op=op, largest=Size.SMALL, every_form=False)
+            report = check_kernel(spec, "cpu", dtype, op=op, largest=Size.SMALL, every_form=False)
         found[each] = {"cases": len(report.cases), "failures": report.failures}
     print(json.dumps(found))
 

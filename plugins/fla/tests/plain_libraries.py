@@ -10,10 +10,11 @@ import torch
 from torch.nn import functional as F
 
 from veomni_fla import causal_conv1d as conv_adapters
+from veomni_fla import delta_rules
 from veomni_fla import mamba2_scan as scan_adapters
 from veomni_fla import rms_norm_gated as norm_adapters
 from veomni_fla.chunk_gated_delta_rule import any_call, multiple_of_16, one_tile
-from veomni_fla.delta_rules import adapted, even, of_aligned_memory
+from veomni_fla.delta_rules import adapted, even, in_parts, of_aligned_memory
 from veomni_ops import causal_conv1d, chunk_gated_delta_rule, kda, mamba2_scan, rms_norm_gated
 
 _FILLED = 32
@@ -34,6 +35,7 @@ def _delta_rule(reference, widths_taken):
         cu_seqlens_cpu=None,
     ):
         assert q.numel() and v.numel(), "an empty grid can't be launched"
+        assert v.shape[0] * v.shape[2] <= delta_rules.MOST_PLANES, "invalid argument"
         assert widths_taken(q.shape[-1]) and widths_taken(v.shape[-1])
         assert q.dtype == k.dtype == v.dtype in (torch.bfloat16, torch.float16)
         assert initial_state is None or initial_state.dtype == torch.float32
@@ -49,7 +51,7 @@ def _delta_rule(reference, widths_taken):
 
 def fla_delta():
     library = _delta_rule(chunk_gated_delta_rule.standard, lambda width: width % 2 == 0 and width <= 256)
-    return adapted("fla", library, chunk_gated_delta_rule.check_call, even)
+    return adapted("fla", in_parts(library), chunk_gated_delta_rule.check_call, even)
 
 
 def _first_columns(query, key, value, g, beta, scale, initial_state, *options):
@@ -85,7 +87,7 @@ def _of_tilelang(library):
 
 def fla_tilelang():
     library = _delta_rule(chunk_gated_delta_rule.standard, lambda width: width % 16 == 0 and width <= 256)
-    library = of_aligned_memory(_of_tilelang(library))
+    library = in_parts(of_aligned_memory(_of_tilelang(library)))
     return adapted("fla_tilelang", library, chunk_gated_delta_rule.check_call, multiple_of_16)
 
 
@@ -106,10 +108,11 @@ def flash_qla():
 
 def fla_kda():
     library = _delta_rule(kda.standard, lambda width: width % 2 == 0 and width <= 256)
-    return adapted("fla", library, kda.check_call, even)
+    return adapted("fla", in_parts(library), kda.check_call, even)
 
 
 def _conv_by_boundaries(x, weight, bias, residual, initial_state, output_final_state, activation, bounds, on_host):
+    assert len(x) <= conv_adapters.MOST_PLANES, "invalid argument"
     assert x.numel() and residual is initial_state is None and not output_final_state
     numbers = None
     if bounds is not None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from veomni_conformance import check_kernel
-from veomni_fla import causal_conv1d
+from veomni_fla import causal_conv1d, delta_rules
 from veomni_fla.causal_conv1d import _boundaries, _laid_out
 from veomni_fla.plugin import veomni_kernels
+from veomni_ops.chunk_gated_delta_rule import check_call, standard
 from veomni_ops.contract import Size
 
 SPECS = {str(spec): spec for spec in veomni_kernels()}
@@ -57,17 +58,27 @@ def test_float32_is_refused_since_the_libraries_multiply_in_tf32(kernel):
 
 def test_a_batch_past_what_fla_launches_is_convolved_in_parts(monkeypatch):
     """CUDA refuses a launch of more than 65535 planes of blocks, of which fla has one for each sequence."""
-    batches = []
-
-    def library(x, *arguments):
-        batches.append(len(x))
-        return plain_libraries._conv_by_boundaries(x, *arguments)
-
     x, weight = torch.randn(5, 3, 7), torch.randn(3, 4)
     whole = plain_libraries.fla_conv()(x, weight)
-    monkeypatch.setattr(causal_conv1d, "_MOST_ROWS", 2)
-    torch.testing.assert_close(causal_conv1d.by_boundaries(library)(x, weight), whole)
-    assert batches == [2, 2, 1]
+    monkeypatch.setattr(causal_conv1d, "MOST_PLANES", 2)
+    torch.testing.assert_close(plain_libraries.fla_conv()(x, weight), whole)
+
+
+@pytest.mark.parametrize("kernel", ["fla_delta", "fla_tilelang", "fla_kda"])
+@pytest.mark.parametrize("states", [True, False], ids=["states", "no states"])
+def test_a_batch_past_what_fla_launches_is_computed_in_parts(kernel, states, monkeypatch):
+    q, v = torch.randn(5, 3, 2, 16).bfloat16(), torch.randn(5, 3, 4, 16).bfloat16()
+    g = -torch.rand(5, 3, 4, *(16,) * (kernel == "fla_kda"))
+    inputs = [x.requires_grad_() for x in (q, q.clone(), v, g, torch.rand(5, 3, 4))]
+    options = {"initial_state": torch.randn(5, 4, 16, 16), "output_final_state": True} if states else {}
+
+    def results():
+        found = [x for x in getattr(plain_libraries, kernel)()(*inputs, **options) if x is not None]
+        return [*found, *torch.autograd.grad(sum(x.sum() for x in found), inputs)]
+
+    whole = results()
+    monkeypatch.setattr(delta_rules, "MOST_PLANES", 9)  # two rows of four heads
+    torch.testing.assert_close(results(), whole)
 
 
 def test_heads_that_flash_qla_has_no_room_for_are_refused():
@@ -113,9 +124,7 @@ def test_flash_qla_gets_heads_of_zeros_to_an_even_number(key_heads, value_heads)
     q, k, v = (drawn(heads, 8).bfloat16() for heads in (key_heads, key_heads, value_heads))
     g, beta, state = -drawn(value_heads).abs(), drawn(value_heads).sigmoid(), torch.randn(1, value_heads, 8, 8)
     call = (q, k, v, g, beta, None, state, True, True)
-    expected = plain_libraries.chunk_gated_delta_rule.standard(*call)
-    for result, wanted in zip(plain_libraries.flash_qla()(*call), expected, strict=True):
-        torch.testing.assert_close(result, wanted)
+    torch.testing.assert_close(plain_libraries.flash_qla()(*call), standard(*call))
 
 
 @pytest.mark.parametrize("with_state", [True, False])
@@ -123,9 +132,7 @@ def test_flash_qla_gets_the_packed_sequences_that_have_tokens(with_state):
     q, g, bounds = torch.randn(1, 4, 2, 8).bfloat16(), torch.zeros(1, 4, 2), torch.tensor([0, 0, 3, 3, 4, 4])
     state = torch.randn(5, 2, 8, 8) if with_state else None
     call = (q, q, q, g, g + 0.5, None, state, True, True, bounds)
-    expected = plain_libraries.chunk_gated_delta_rule.standard(*call)
-    for result, wanted in zip(plain_libraries.flash_qla()(*call), expected, strict=True):
-        torch.testing.assert_close(result, wanted)
+    torch.testing.assert_close(plain_libraries.flash_qla()(*call), standard(*call))
 
 
 def test_boundaries_are_copied_for_every_call():
@@ -136,9 +143,7 @@ def test_boundaries_are_copied_for_every_call():
         seen.append(cu_seqlens)
         return torch.zeros_like(v), None
 
-    kernel = plain_libraries.adapted(
-        "fla", library, plain_libraries.chunk_gated_delta_rule.check_call, plain_libraries.even
-    )
+    kernel = delta_rules.adapted("fla", library, check_call, delta_rules.even)
     q, g, bounds = torch.ones(1, 4, 2, 8).bfloat16(), torch.zeros(1, 4, 2), torch.tensor([0, 1, 4], dtype=torch.int32)
     kernel(q, q, q, g, g, cu_seqlens=bounds)
     bounds[1] = 3

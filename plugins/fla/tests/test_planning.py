@@ -86,7 +86,7 @@ def test_a_plan_assumes_the_library_and_on_hopper_that_it_was_verified():
             "takes keys and values of 128, this site has 64 and 256",
         ),
         ("flash_qla", site("chunk_gated_delta_rule", **HEADS), "a100", "needs compute capability >= 9.0"),
-        ("fla", site("chunk_gated_delta_rule", dtype="float32"), "h200", "computes bfloat16, float16"),
+        ("fla", site("chunk_gated_delta_rule", dtype="float16"), "h200", "computes bfloat16"),
         ("mamba_ssm", site("mamba2_scan", dtype="float32"), "h200", "computes bfloat16, float16"),
         (
             "fla",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_fla.delta_rules import MOST_PLANES
 from veomni_fla.loading import of_fla, of_library
 from veomni_fla.pinned import pinned
 from veomni_ops.causal_conv1d import check_arguments
@@ -22,7 +23,6 @@ Kernel = Callable[..., Tensor]
 Library = Callable[..., Any]
 _GRAPH_BREAK = "the library chooses its launches on the host"
 _WIDTHS = range(2, 5)  # of the package
-_MOST_ROWS = 65535  # of a batch: fla launches a plane of blocks for each, and CUDA has no more
 _ALIGNED, _BYTES = 8, 16  # channels where they are next to each other in memory, and what is read at a time
 
 
@@ -74,7 +74,7 @@ def by_boundaries(library: Library) -> Kernel:
         used = _used(weight, length)
         outputs = [
             library(part, used, bias, None, None, False, activation, bounds, on_host)[0]
-            for part in rows.split(_MOST_ROWS)
+            for part in rows.split(MOST_PLANES)  # fla launches one for each row
         ]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output.view(batch, length, channels).transpose(1, 2)

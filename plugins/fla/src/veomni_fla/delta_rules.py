@@ -9,7 +9,7 @@ Shape suffixes: ``B`` batch, ``S`` sequence, ``H`` heads, ``K`` key width, ``V``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from veomni_core.kernels import begins_aligned, product_operands
 
 Call = Callable[..., tuple[Tensor, Tensor | None]]
+MOST_PLANES = 65535  # of blocks in a launch: CUDA has no more
 _EXACT = (torch.bfloat16, torch.float16)  # float32 would be multiplied as TF32
 _GRAPH_BREAK = "the library reads boundaries on the host, and chooses its launches there"
 
@@ -26,6 +27,26 @@ _GRAPH_BREAK = "the library reads boundaries on the host, and chooses its launch
 def even(width: int) -> int:
     """The next even width: fla asserts even ones where Triton read past the end of odd ones in 16 bits."""
     return width + width % 2
+
+
+def in_parts(library: Call) -> Call:
+    """``library`` for batches of any size. fla launches a plane of blocks for each head of a row.
+
+    Args:
+        library: as :func:`adapted` calls it.
+    """
+
+    def call(*tensors: Tensor, initial_state: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+        rows = max(1, MOST_PLANES // tensors[2].shape[2])  # the values' heads
+        if len(tensors[0]) <= rows:
+            return library(*tensors, initial_state=initial_state, **options)
+        parts = [x.split(rows) for x in tensors]
+        states = [None] * len(parts[0]) if initial_state is None else initial_state.split(rows)
+        results = [library(*part, initial_state=state, **options) for *part, state in zip(*parts, states, strict=True)]
+        output, final = zip(*results, strict=True)
+        return torch.cat(output), None if final[0] is None else torch.cat(final)
+
+    return call
 
 
 def of_aligned_memory(library: Call) -> Call:
@@ -86,7 +107,7 @@ def adapted(name: str, library: Call, check_call: Callable[..., Any], loaded: Ca
         wide_key, wide_value = loaded(key_width), loaded(value_width)
         if not value.numel() or not key_width:
             sequences = query.shape[0] if bounds is None else len(bounds)
-            return _of_nothing(query, key, value, g, beta, initial_state, sequences, output_final_state)
+            return _of_nothing((query, key, value, g, beta), initial_state, sequences, output_final_state)
         options: dict[str, Any] = {}
         if cu_seqlens is not None:
             options["cu_seqlens"] = cu_seqlens.to(torch.int32, copy=True)
@@ -124,17 +145,11 @@ def _state_widened(state: Tensor | None, key_width: int, value_width: int) -> Te
 
 
 def _of_nothing(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    sequences: int,
-    output_final_state: bool,
+    inputs: Sequence[Tensor], initial_state: Tensor | None, sequences: int, output_final_state: bool
 ) -> tuple[Tensor, Tensor | None]:
     """An empty output ``[B, S, HV, V]``, and the states as they were. Gradients are zeros, and none is missing."""
-    nothing = sum((x[:0].sum() for x in (query, key, value, g, beta)), start=query.new_zeros(()))
+    query, key, value = inputs[:3]
+    nothing = sum((x[:0].sum() for x in inputs), start=query.new_zeros(()))
     output = (torch.zeros_like(value) + nothing).to(query.dtype)
     if not output_final_state:
         return output, None
