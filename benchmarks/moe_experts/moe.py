@@ -116,8 +116,8 @@ def ceilings() -> dict[str, float]:
     return {"product TFLOP/s": product_tflop_per_second(), "copy GB/s": copy_gb_per_second()}
 
 
-def measure_shape(shape_name: str, kernels: Sequence[tuple[str, Kernel]]) -> dict[str, Any]:
-    """Every contender at one shape; one that fails says why, and the others are still measured."""
+def measure_shape(shape_name: str, kernels: Sequence[tuple[str, Kernel]]) -> Iterator[dict[str, Any]]:
+    """Every contender at one shape, after each what there is; one that fails says why, and the others are measured."""
     shape = SHAPES[shape_name]
     problem = Problem(shape)
     exact = problem.exact()
@@ -131,7 +131,7 @@ def measure_shape(shape_name: str, kernels: Sequence[tuple[str, Kernel]]) -> dic
         except Exception as error:
             results[name] = {"failed": f"{type(error).__name__}: {error}"}
             print(f"{shape_name}: {name} failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
-    return {"shape": asdict(shape), "kernels": results}
+        yield {"shape": asdict(shape), "kernels": results}
 
 
 def write(name: str, data: dict[str, Any]) -> None:
@@ -178,8 +178,9 @@ def main() -> None:
     data: dict[str, Any] = {"machine": machine(), "ceilings": ceilings(), "shapes": {}, "skipped": options.skip}
     kernels = [(name, kernel) for name, kernel in contenders() if name not in options.skip]
     for shape_name in options.shapes:
-        data["shapes"][shape_name] = measure_shape(shape_name, kernels)
-        write(options.name, data)
+        for found in measure_shape(shape_name, kernels):  # SonicMoE may search for minutes: a cut-off loses only that
+            data["shapes"][shape_name] = found
+            write(options.name, data)
 
 
 if __name__ == "__main__":
