@@ -205,7 +205,7 @@ def scores(
     BOOLEAN: tl.constexpr,
     LOSES: tl.constexpr,
 ):
-    """What a tile's scores to base 2 are made of, ``score * scale + shift``, and what of ``seen`` the mask leaves.
+    """What a tile's scores to base 2 are made of, ``score * scale + shift``, and what of ``seen`` booleans leave.
 
     ``slope`` is the derivative of scores by ``product * scaling``.
     """
