@@ -14,7 +14,7 @@ from veomni_fla import delta_rules
 from veomni_fla import mamba2_scan as scan_adapters
 from veomni_fla import rms_norm_gated as norm_adapters
 from veomni_fla.chunk_gated_delta_rule import any_call, multiple_of_16, one_tile
-from veomni_fla.delta_rules import adapted, even, in_parts, of_aligned_memory
+from veomni_fla.delta_rules import adapted, even, of_aligned_memory
 from veomni_ops import causal_conv1d, chunk_gated_delta_rule, kda, mamba2_scan, rms_norm_gated
 
 _FILLED = 32
@@ -51,7 +51,7 @@ def _delta_rule(reference, widths_taken):
 
 def fla_delta():
     library = _delta_rule(chunk_gated_delta_rule.standard, lambda width: width % 2 == 0 and width <= 256)
-    return adapted("fla", in_parts(library), chunk_gated_delta_rule.check_call, even)
+    return adapted("fla", library, chunk_gated_delta_rule.check_call, even)
 
 
 def _first_columns(query, key, value, g, beta, scale, initial_state, *options):
@@ -87,7 +87,7 @@ def _of_tilelang(library):
 
 def fla_tilelang():
     library = _delta_rule(chunk_gated_delta_rule.standard, lambda width: width % 16 == 0 and width <= 256)
-    library = in_parts(of_aligned_memory(_of_tilelang(library)))
+    library = of_aligned_memory(_of_tilelang(library))
     return adapted("fla_tilelang", library, chunk_gated_delta_rule.check_call, multiple_of_16)
 
 
@@ -108,7 +108,7 @@ def flash_qla():
 
 def fla_kda():
     library = _delta_rule(kda.standard, lambda width: width % 2 == 0 and width <= 256)
-    return adapted("fla", in_parts(library), kda.check_call, even)
+    return adapted("fla", library, kda.check_call, even)
 
 
 def _conv_by_boundaries(x, weight, bias, residual, initial_state, output_final_state, activation, bounds, on_host):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_fla.delta_rules import MOST_PLANES
+from veomni_fla.limits import MOST_PLANES
 from veomni_fla.loading import of_fla, of_library
 from veomni_fla.pinned import pinned
 from veomni_ops.causal_conv1d import check_arguments

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_fla.delta_rules import Call, adapted, even, in_parts, of_aligned_memory
+from veomni_fla.delta_rules import Call, adapted, even, of_aligned_memory
 from veomni_fla.loading import of_fla, of_library
 from veomni_fla.pinned import pinned
 from veomni_ops.chunk_gated_delta_rule import check_call
@@ -23,7 +23,7 @@ def fla() -> Call:
     Raises:
         ImportError: fla can't be imported.
     """
-    return adapted("fla", in_parts(pinned(of_fla(_MODULE, _NAME))), check_call, even)
+    return adapted("fla", pinned(of_fla(_MODULE, _NAME)), check_call, even)
 
 
 def fla_tilelang() -> Call:
@@ -34,7 +34,7 @@ def fla_tilelang() -> Call:
     """
     gradients = of_fla("ops.common.backends.tilelang.chunk_bwd", "chunk_bwd_dqkwg_tilelang")
     library = pinned(of_fla(_MODULE, _NAME), {"chunk_bwd_dqkwg": gradients})
-    return adapted("fla_tilelang", in_parts(of_aligned_memory(library)), check_call, multiple_of_16)
+    return adapted("fla_tilelang", of_aligned_memory(library), check_call, multiple_of_16)
 
 
 def flash_qla() -> Call:

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_core.kernels import begins_aligned, product_operands
+from veomni_fla.limits import MOST_PLANES
 
 Call = Callable[..., tuple[Tensor, Tensor | None]]
-MOST_PLANES = 65535  # of blocks in a launch: CUDA has no more
 _EXACT = (torch.bfloat16, torch.float16)  # float32 would be multiplied as TF32
 _GRAPH_BREAK = "the library reads boundaries on the host, and chooses its launches there"
 
@@ -27,26 +27,6 @@ _GRAPH_BREAK = "the library reads boundaries on the host, and chooses its launch
 def even(width: int) -> int:
     """The next even width: fla asserts even ones where Triton read past the end of odd ones in 16 bits."""
     return width + width % 2
-
-
-def in_parts(library: Call) -> Call:
-    """``library`` for batches of any size. fla launches a plane of blocks for each head of a row.
-
-    Args:
-        library: as :func:`adapted` calls it.
-    """
-
-    def call(*tensors: Tensor, initial_state: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
-        rows = max(1, MOST_PLANES // tensors[2].shape[2])  # the values' heads
-        if len(tensors[0]) <= rows:
-            return library(*tensors, initial_state=initial_state, **options)
-        parts = [x.split(rows) for x in tensors]
-        states = [None] * len(parts[0]) if initial_state is None else initial_state.split(rows)
-        results = [library(*part, initial_state=state, **options) for *part, state in zip(*parts, states, strict=True)]
-        output, final = zip(*results, strict=True)
-        return torch.cat(output), None if final[0] is None else torch.cat(final)
-
-    return call
 
 
 def of_aligned_memory(library: Call) -> Call:
@@ -87,6 +67,7 @@ def adapted(name: str, library: Call, check_call: Callable[..., Any], loaded: Ca
         check_call: the op's check, which returns where packed sequences begin and end.
         loaded: the width that heads of a width are padded to. Columns of zeros change nothing.
     """
+    library = _in_parts(library)
 
     @torch.compiler.disable(reason=_GRAPH_BREAK)  # type: ignore[untyped-decorator]
     def kernel(
@@ -129,6 +110,22 @@ def adapted(name: str, library: Call, check_call: Callable[..., Any], loaded: Ca
         return output, None if state is None else state[..., :key_width, :value_width]
 
     return kernel
+
+
+def _in_parts(library: Call) -> Call:
+    """``library`` for batches of any size: fla launches a plane of blocks for each head of a row."""
+
+    def call(*tensors: Tensor, initial_state: Tensor | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+        rows = max(1, MOST_PLANES // tensors[2].shape[2])  # the values' heads
+        if len(tensors[0]) <= rows:
+            return library(*tensors, initial_state=initial_state, **options)
+        parts = [x.split(rows) for x in tensors]
+        states = [None] * len(parts[0]) if initial_state is None else initial_state.split(rows)
+        results = [library(*part, initial_state=state, **options) for *part, state in zip(*parts, states, strict=True)]
+        output, final = zip(*results, strict=True)
+        return torch.cat(output), None if final[0] is None else torch.cat(final)
+
+    return call
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from veomni_fla.delta_rules import Call, adapted, even, in_parts
+from veomni_fla.delta_rules import Call, adapted, even
 from veomni_fla.loading import of_fla
 from veomni_fla.pinned import pinned
 from veomni_ops.kda import check_call
@@ -23,7 +23,7 @@ def fla() -> Call:
     """
     gradients = pinned(of_fla("ops.kda.chunk_bwd", _GRADIENTS))
     library = pinned(of_fla("ops.kda.chunk", "chunk_kda"), {_GRADIENTS: summed_in_float32(gradients)})
-    return adapted("fla", in_parts(library), check_call, even)
+    return adapted("fla", library, check_call, even)
 
 
 def summed_in_float32(gradients: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from veomni_core import Site
 
+MOST_PLANES = 65535  # of blocks: CUDA takes no larger second or third number of a launch's grid
 _WIDEST_KEY, _FLASH_QLA_HEAD = 256, 128
 _WIDEST_ROW = {"float32": 16384}  # 64 KiB of one row, which a program of fla's norm holds
 _WIDEST_ROW_OF_16_BITS = 32768

@@ -207,7 +207,7 @@ def scores(
 ):
     """What a tile's scores to base 2 are made of, ``score * scale + shift``, and what of ``seen`` booleans leave.
 
-    ``slope`` is the derivative of scores by ``product * scaling``.
+    ``slope`` is the derivative of scores by ``product * scaling``. ``scale`` is one number, or one for each row.
     """
     score_MN, scale, shift_MN, slope_MN = product_MN, scaling, 0.0, 1.0
     if CAPPED:
