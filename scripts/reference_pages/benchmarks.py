@@ -246,13 +246,14 @@ TABLES: dict[str, dict[str, Table]] = {
         "gpu": Table(
             {
                 "H200": ("moe_h200", "moe_2048_tokens_h200"),
+                "H200, later": ("moe_512_experts_h200",),
                 "H200, QuACK 0.6.5": ("moe_quack_0_6_h200", "moe_skewed_h200"),
                 "H100": ("moe_h100", "moe_2048_tokens_h100", "moe_512_experts_h100"),
                 "H100, QuACK 0.6.5": ("moe_quack_0_6_h100", "moe_skewed_h100"),
             },
             ("shape",),
             ("forward+backward TFLOP/s",),
-            "^(?!.*(accum|recomp))",
+            "^(?!.*(accum|recomp|eager|Liger))",
             (*_QUACK, "sonic-moe"),
             "kernel",
         ),

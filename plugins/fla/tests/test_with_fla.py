@@ -60,8 +60,13 @@ def test_the_kernels_of_fla_keep_the_contract_in_the_interpreter(kernel):
 
 @without_a_gpu
 @pytest.mark.thorough
-def test_kda_s_kernel_gets_the_gradients_of_states_in_float32():
-    assert printed("dtype_of_states.py", TRITON_INTERPRET="1") == {"h": "torch.float16", "dh": "torch.float32"}
+def test_kda_s_kernels_get_gradients_of_states_and_keys_of_a_final_state_in_float32():
+    half, single = "torch.float16", "torch.float32"
+    assert printed("dtype_of_states.py", TRITON_INTERPRET="1") == {
+        "backward": {"h": half, "dh": single},
+        "a final state": {"k": single, "v": half},
+        "none": {"k": half, "v": half},
+    }
 
 
 @without_a_gpu

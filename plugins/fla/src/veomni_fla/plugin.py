@@ -11,7 +11,6 @@ VEOMNI_PLUGIN_API_VERSION = 1
 _FLA = ("fla-core>=0.6,<0.7", "triton>=3.3", "einops")
 _FLA_KDA = ("fla-core>=0.6,<0.7", "triton>=3.4", "einops")  # 3.3.1 doesn't compile its backward
 _HALF = ("bfloat16", "float16")  # products of float32 would be TF32
-_BFLOAT16 = ("bfloat16",)  # fla takes its states' gradients in TF32, which cuts off what float16 has
 # What auto takes: before plain PyTorch (10), behind veomni-triton (60). 0: not measured here, or dearer for Python.
 _PREFERRED, _ON_REQUEST = 50, 0
 _NO_BACKENDS = "whatever FLA_* backends the environment names"
@@ -39,12 +38,11 @@ _BLACKWELL = Suspicion(
 def veomni_kernels() -> list[KernelSpec]:
     """The kernels of flash-linear-attention, FlashQLA, causal-conv1d and mamba-ssm."""
     return [
-        _delta_rule("chunk_gated_delta_rule:fla", f"fla's Triton kernels throughout, {_NO_BACKENDS}", _FLA, _BFLOAT16),
+        _delta_rule("chunk_gated_delta_rule:fla", f"fla's Triton kernels throughout, {_NO_BACKENDS}", _FLA),
         _delta_rule(
             "chunk_gated_delta_rule:fla_tilelang",
             f"the same, with fla's TileLang kernel in the backward, {_NO_BACKENDS}",
             (*_FLA, "tilelang"),
-            _BFLOAT16,
             preference=_PREFERRED - 1,
         ),
         KernelSpec(
@@ -58,7 +56,7 @@ def veomni_kernels() -> list[KernelSpec]:
             dtypes=_HALF,
             can_run="veomni_fla.limits:flash_qla",
         ),
-        _delta_rule("kda:fla", f"fla's Triton kernels throughout, {_NO_BACKENDS}", _FLA_KDA, _HALF),
+        _delta_rule("kda:fla", f"fla's Triton kernels throughout, {_NO_BACKENDS}", _FLA_KDA),
         KernelSpec(
             name="fla",
             op_name="causal_conv1d",
@@ -103,13 +101,7 @@ def veomni_kernels() -> list[KernelSpec]:
     ]
 
 
-def _delta_rule(
-    kernel: str,
-    description: str,
-    packages: tuple[str, ...],
-    dtypes: tuple[str, ...],
-    preference: int = _PREFERRED,
-) -> KernelSpec:
+def _delta_rule(kernel: str, description: str, packages: tuple[str, ...], preference: int = _PREFERRED) -> KernelSpec:
     """A delta rule by fla: ``kernel`` is ``op:name``."""
     op_name, _, name = kernel.partition(":")
     return KernelSpec(
@@ -119,7 +111,7 @@ def _delta_rule(
         factory=f"veomni_fla.{op_name}:{name}",
         hardware=_gpu(*packages),
         description=description,
-        dtypes=dtypes,
+        dtypes=("bfloat16",),  # fla multiplies what has decayed in TF32, which cuts off what float16 has
         can_run="veomni_fla.limits:fla_delta_rule",
         features=("wide_heads",),
         suspicions=(_HOPPER, _BLACKWELL),
