@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
@@ -102,13 +102,13 @@ def bound_alone(model: nn.Module, registry: Registry) -> Iterator[None]:
     """
     if not isinstance(model, nn.Module):
         raise BindingError(f"bind needs a torch.nn.Module, not a {type(model).__name__}")
-    modules = {module for _, module in named_modules(model)}
+    modules = dict.fromkeys(module for _, module in named_modules(model))
     with _lock:
-        if modules & _being_bound:
+        if modules.keys() & _being_bound:
             raise BindingError("another bind of this model is running: wait for it, and call binding_of(model)")
         _being_bound.update(modules)
     try:
-        _refuse_bound(model)
+        _refuse_bound(modules)
         rules = ModelRules(registry)
         for rule in rules:
             rule.refuse(model)
@@ -122,8 +122,8 @@ def bound_alone(model: nn.Module, registry: Registry) -> Iterator[None]:
         _being_bound.difference_update(modules)
 
 
-def _refuse_bound(model: nn.Module) -> None:
-    for _, module in named_modules(model):
+def _refuse_bound(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
         paths = [classes.paths[module] for classes in bindings_in(module) if module in classes.paths]
         if paths or any(isinstance(each, Binding) for each in transformations_of(module)):
             raise BindingError(

@@ -52,7 +52,7 @@ def is_bound_by(module: nn.Module, classes: BoundClasses) -> bool:
 
 def bindings_in(module: nn.Module) -> Iterator[BoundClasses]:
     """The owners of all subclasses in the MRO of ``module`` that belong to a binding, not to another transformation."""
-    made = (vars(kind).get(MADE_BY) for kind in type(module).__mro__)
+    made = (vars(kind).get(MADE_BY) for kind in (type(module).__mro__ if hasattr(type(module), MADE_BY) else ()))
     yield from (classes for classes in made if classes is not None and classes.binding is not None)
 
 

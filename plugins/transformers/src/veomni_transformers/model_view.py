@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from veomni_core.descriptions.sharding import Sharding
+from veomni_core.descriptions.sharding import WHOLE, Sharding
 from veomni_core.descriptions.spec import SiteRule
 from veomni_core.sites.model_view import ModelView
 from veomni_core.sites.site import Site, SiteLocator
@@ -76,7 +76,7 @@ class TransformersView(ModelView):
         if self.layout is not None:
             return _under(site, self.layout, self._locators.get(site.rule))
         found = self._sharding.of(site.path)
-        divided = Sharding(fsdp=found.ranks)
+        divided = Sharding(fsdp=found.ranks) if found.ranks > 1 else WHOLE
         if found.why_not:
             return replace(site, sharding=divided, variant=None, evidence=found.why_not)
         return site if site.sharding == divided else replace(site, sharding=divided)

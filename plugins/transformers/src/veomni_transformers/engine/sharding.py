@@ -105,7 +105,7 @@ def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _is_dtensor(tensor: Any) -> bool:
-    if not torch.distributed.is_available():
+    if type(tensor) is nn.Parameter or not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from veomni_core.sites.walk import named_modules
 from veomni_transformers.proving.functions import code_layers, current_forward
 from veomni_transformers.towers.parts import towers
 
@@ -59,15 +60,15 @@ def feature_calls(model: nn.Module) -> Iterator[tuple[str, tuple[FeatureCall, ..
         >>> [(path, [call.argument for call in calls]) for path, calls in feature_calls(model)]
         [('model', ['pixel_values', 'pixel_values_videos'])]
     """
-    found = False
-    for path, module in model.named_modules():
+    found, modules = False, named_modules(model)
+    for path, module in modules:
         if isinstance(module, PreTrainedModel) and (calls := _calls_of(module)):
             found = True
             yield path, calls
     config = getattr(model, "config", None)
     if not found and isinstance(config, PretrainedConfig) and not config.is_encoder_decoder:
         # The innermost one: other code than its own may stand in the place of a head's forward, as TRL's losses do.
-        for path, module in reversed([*model.named_modules()]):
+        for path, module in reversed(modules):
             if calls := _own_calls_of(module):
                 yield path, calls
                 return
