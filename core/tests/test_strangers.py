@@ -15,7 +15,7 @@ from veomni_conformance.ledger import Certificate, record
 from veomni_conformance.this_machine import ThisMachine
 from veomni_core import Hardware, OpSpec, Plan, Site, VariantSpec, bind, binding_of, discover, make_plan
 from veomni_core.discovery.registry import PluginRecord, build_registry
-from veomni_core.errors import ConformanceError, KernelLoadError
+from veomni_core.errors import ConformanceError, KernelLoadError, KernelUnavailableError
 
 CPU = Hardware.cpu()
 NORM = Site("rms_norm", "layers.0.norm", "norm modules", "standard", "proven", "float32")
@@ -220,3 +220,26 @@ def test_an_interrupt_of_the_user_ends_a_search(monkeypatch):
             make_plan(build("llama"), {"preset": "auto"})
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_code_of_one_that_auto_does_not_take_is_not_run(install):
+    module = install(
+        "acme-asks",
+        BAD.replace("from veomni_core", "import torch\nfrom veomni_core", 1)
+        .replace("@hookimpl", "def can_run(site):\n    raise SystemExit('asked')\n\n@hookimpl")
+        .replace('factory="{module}:kernel"', 'factory="{module}:kernel", can_run="{module}:can_run"'),
+    )
+    found, model = discover({}), build("llama")
+    planned = make_plan(model, {"preset": "auto"}, registry=found)
+    assert f"rms_norm/standard:{NEVER}" in planned.table() and "asked" not in planned.table()
+    with pytest.raises(KernelUnavailableError, match=f"can't be asked: {module}:can_run failed: SystemExit: asked"):
+        make_plan(model, {"preset": "eager", "rms_norm_implementation": "acme"}, registry=found)
+
+
+def test_plans_and_receipts_name_a_plugin_that_failed(install):
+    install("acme-broken", "raise RuntimeError('half installed')")
+    found, model = discover({}), build("llama")
+    binding = bind(model, {"preset": "auto"}, registry=found)
+    said = "acme-broken 1.0: RuntimeError: half installed"
+    assert f"left out: {said}" in binding.plan.table()
+    assert f"Left out: {said}" in binding.receipt.table()

@@ -295,3 +295,17 @@ def test_one_rank_without_the_certificate_ends_all_ranks(tmp_path):
     assert outputs[0].startswith("PlanMismatchError 1 of 2 ranks can't plan:\nrank 1: rms_norm_implementation: ")
     assert outputs[1].startswith("KernelUnavailableError")
     assert all("has not passed veomni verify in float32 here" in output for output in outputs)
+
+
+def test_a_kernel_s_own_library_is_part_of_what_is_certified(install_healthy, tmp_path):
+    from veomni_core import discover
+
+    install_healthy("acme-shipped", "shipped")
+    library = tmp_path / "site-packages" / "acme_library.py"
+    library.write_text("def kernel(x, weight, eps):\n    return x\n")
+    record = discover({"VEOMNI_PLUGINS": "acme-shipped"}).plugin("acme-shipped")
+    spec = replace(record.kernels[0], factory="acme_library:kernel")
+    record = replace(record, kernels=(spec,))
+    before = ThisMachine(CPU).checked(spec, record, "float32")
+    library.write_text("def kernel(x, weight, eps):\n    return 1.5 * x\n")
+    assert ThisMachine(CPU).checked(spec, record, "float32").files != before.files

@@ -43,6 +43,28 @@ def test_plugins_that_end_or_hold_the_process_are_named_and_others_live(
     blocked = "acme-hangs"  # seen above; here it would cost the time again
     planned = json.loads(veomni("plan", job, "--json", VEOMNI_PLUGINS_BLOCK=blocked))
     assert [each["spec"]["name"] for each in planned["kernels"]]
+    assert any(each.startswith("acme-aborts 1.0: it ended the process") for each in planned["failed_rules"])
+
+
+def test_what_plugins_print_when_they_are_asked_is_no_part_of_json(
+    install: Callable[..., str], veomni: Callable[..., str]
+) -> None:
+    install(
+        "acme-loud",
+        """
+        from veomni_core import DeviceSpec, hookimpl
+
+        VEOMNI_PLUGIN_API_VERSION = 1
+
+        def detect():
+            print("looking")
+
+        @hookimpl
+        def veomni_devices():
+            return [DeviceSpec("acme", detect="{module}:detect")]
+        """,
+    )
+    assert json.loads(veomni("explain", "rms_norm", "--json"))["op"]
 
 
 def test_a_trial_of_no_number_of_seconds_is_an_error(install: Callable[..., str]) -> None:

@@ -235,3 +235,17 @@ def test_the_biases_gradients_of_an_expert_with_many_rows_are_summed_in_float32(
         gradients.append(torch.autograd.grad(result.sum(), others[-2:]))
     for found, wanted in zip(*gradients, strict=True):
         assert (found.double() - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+def test_the_gradient_of_experts_biases_is_the_same_on_several_threads():
+    call = next(s for s in moe_experts.CONTRACTS["clamped"].beyond_a_tile(torch.device("cpu"), torch.float32))
+    leaves = [each for each in (*call.args, *call.kwargs.values()) if getattr(each, "requires_grad", False)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first, *others = (
+            torch.autograd.grad(grouped.clamped(*call.args, **call.kwargs).sum(), leaves) for _ in range(9)
+        )
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, first * len(others), (each for other in others for each in other)))

@@ -85,7 +85,16 @@ def test_packed_sequences_give_what_they_give_alone():
 
 
 @pytest.mark.parametrize(
-    "positions, warns", [([0, 1, 2, 9, 10], True), ([0, 1, 1, 2, 3], True), ([0, 1, 2, 0, 0], False)]
+    "positions, warns",
+    [
+        ([0, 1, 2, 9, 10], True),
+        ([0, 1, 1, 2, 3], True),
+        ([4, 3, 2, 1, 0], True),
+        ([5, 6, 2, 3, 4], True),
+        ([0, 0, 0, 0, 0], True),
+        ([0, 1, 2, 0, 0], False),
+        ([5, 6, 0, 1, 2], False),
+    ],
 )
 def test_positions_that_leap_ahead_are_warned_of(positions, warns):
     given = {"input_ids": tokens(1, 5), "position_ids": torch.tensor([positions])}

@@ -126,10 +126,8 @@ def _refuse_bound(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         paths = [classes.paths[module] for classes in bindings_in(module) if module in classes.paths]
         if paths or any(isinstance(each, Binding) for each in transformations_of(module)):
-            raise BindingError(
-                f"this model is bound already ({paths[0] if paths else 'the model'}): call binding_of(model).undo() "
-                "first"
-            )
+            where = paths[0] if paths else "the model"
+            raise BindingError(f"this model is bound already ({where}): call binding_of(model).undo() first")
 
 
 def _warn_of_sites_left_eager(plan: Plan) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -296,13 +298,13 @@ class Registry:
 def detect(device: DeviceSpec) -> tuple[Hardware | None, str]:
     """Call ``device.detect``. Returns the hardware, or ``None``; and what went wrong, which is empty if nothing did."""
     try:
-        found = load_attribute(device.detect)()
+        with redirect_stdout(sys.stderr):
+            found = load_attribute(device.detect)()
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise_interrupt(error)
         return None, f"{device.detect} failed: {error!r}"
-    if found is None or isinstance(found, Hardware):
-        return found, ""
-    return None, f"{device.detect} must return a Hardware or None, not {found!r} ({type(found).__name__})"
+    what = f"{device.detect} must return a Hardware or None, not {found!r} ({type(found).__name__})"
+    return (found, "") if found is None or isinstance(found, Hardware) else (None, what)
 
 
 def load_rule(registry: Registry, rule: ModelRule | ModelViewSpec, reference: str) -> Any:

@@ -48,7 +48,7 @@ class Plan:
         ops: the decisions, per op and site.
         kernels: the kernels of these decisions, each once.
         assumptions: requirements that could not be checked, because the hardware was named rather than detected.
-        failed_rules: plugins' site rules that raised on the model. Sites that they would have found are missing.
+        failed_rules: plugins that failed, and site rules that raised on the model: what they offer is missing.
         autocast: the dtype of the ``torch.autocast`` that training uses; ``None`` for training without it.
         training: whether it is for training; False for evaluation only.
         passed_by: kernels that were not chosen for what was found of them on this machine, and what: a check that

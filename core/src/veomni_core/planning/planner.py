@@ -152,6 +152,7 @@ def _plan(
         by_op.setdefault(site.op_name, []).append(site)
     planned = [name for name, choice in config.choices.items() if choice.written or not registry.op(name).on_request]
     ops = tuple(_decide(op_name, config, selection, by_op.get(op_name, ())) for op_name in sorted(planned))
+    failed_rules = (*failed_rules, *(f"{plugin}: {plugin.problem}" for plugin in registry.failed()))
     if config.backend != "hf":
         raise_problems(ops, config, selection, failed_rules)
     kernels = tuple(_planned_kernels(ops, registry, evidence if hardware.detected else None))

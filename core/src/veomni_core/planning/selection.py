@@ -169,8 +169,7 @@ class Selection:
             return ""
         plugin = self.registry.plugin_of(spec)
         asked = [dtype for dtype in spec.dtypes if not dtypes or dtype in dtypes]
-        standing = self.evidence.standing(spec, plugin, asked)
-        if standing == HERE:
+        if (standing := self.evidence.standing(spec, plugin, asked)) == HERE:
             return ""
         elsewhere = "" if standing == NEVER else f" ({standing})"
         return (
@@ -185,12 +184,12 @@ class Selection:
 
     def _against(self, spec: KernelSpec, place: _Place, by_auto: bool = False) -> tuple[tuple[str, ...], ...]:
         """Why ``spec`` can't run at ``place``; and why it may not, for what was found of it here. Both as phrases."""
-        unmet, failures = self._unmet_at(spec, place), self.failures(spec, place.dtypes)
+        why = self.unvouched(spec, place.dtypes) or self._unloadable.get(spec, "") if by_auto else ""
+        # Code of a plugin that `auto` doesn't trust is not run: its `can_run` may end the process.
+        asked = replace(place, site=None) if why else place
+        unmet, failures = self._unmet_at(spec, asked), self.failures(spec, place.dtypes)
         # A kernel that can't run here anyway needs no check.
-        unverified = () if unmet else self.unverified(spec, place.dtypes)
-        if by_auto and not (unmet or unverified or failures):
-            why = self.unvouched(spec, place.dtypes) or self._unloadable.get(spec, "")
-            unverified = (why,) if why else ()
+        unverified = () if unmet else self.unverified(spec, place.dtypes) or ((why,) if why and not failures else ())
         # Nobody waits for a kernel that `auto` never takes; naming it gives the reason at each site.
         checks = (*failures, *(unverified if spec.preference > 0 else ()))
         self.passed_by.update(dict.fromkeys(f"{spec} {why}" for why in checks))
@@ -359,9 +358,8 @@ def _refused_by_plugin(spec: KernelSpec, site: Site) -> str:
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise_interrupt(error)
         return f"can't be asked: {spec.can_run} failed: {type(error).__name__}: {error}"
-    if isinstance(reason, str):
-        return reason
-    return f"can't be asked: {spec.can_run} must return a string, empty if the kernel can run, not {reason!r}"
+    what = f"can't be asked: {spec.can_run} must return a string, empty if the kernel can run, not {reason!r}"
+    return reason if isinstance(reason, str) else what
 
 
 def _after(passed_over: list[str], reason: str) -> str:

@@ -82,7 +82,7 @@ class ThisMachine:
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.driver = _driver() if hardware.device_type == "cuda" else ""
-        self._files: dict[str, str] = {}
+        self._files: dict[tuple[str, str], str] = {}
         self._versions: dict[str, str] = {}
 
     def checked(self, spec: KernelSpec, plugin: PluginRecord, dtype: str) -> CheckedKernel:
@@ -111,14 +111,15 @@ class ThisMachine:
         )
 
     def _hash(self, plugin: PluginRecord) -> str:
-        if plugin.distribution not in self._files:
+        key = (plugin.distribution, plugin.name)
+        if key not in self._files:
             try:
-                found = hashed_files(importlib.metadata.distribution(plugin.distribution), [plugin.module])
+                found = hashed_files(importlib.metadata.distribution(plugin.distribution), _modules_of(plugin))
                 code = {path: each for path, each in found.items() if not path.endswith(CERTIFICATES)}
-                self._files[plugin.distribution] = combined(code)
+                self._files[key] = combined(code)
             except importlib.metadata.PackageNotFoundError:
-                self._files[plugin.distribution] = ""
-        return self._files[plugin.distribution]
+                self._files[key] = ""
+        return self._files[key]
 
     def _version(self, distribution: str) -> str:
         if distribution == PYTHON_NATIVE:
@@ -126,6 +127,14 @@ class ThisMachine:
         if distribution not in self._versions:
             self._versions[distribution] = installed_version(distribution)
         return self._versions[distribution]
+
+
+def _modules_of(plugin: PluginRecord) -> Iterator[str]:
+    """The modules with the plugin's code: its entry point's, and those that its kernels name, of whichever package."""
+    yield plugin.module
+    for reference in (each for spec in plugin.kernels for each in (spec.factory, spec.can_run)):
+        if reference and reference.partition(".")[0] not in _OF_EVERY_KERNEL:
+            yield reference
 
 
 def installed_version(distribution: str) -> str:

@@ -53,7 +53,7 @@ from torch import Tensor
 from veomni_core.errors import ConfigError, PackedSequencesError
 from veomni_ops.attention_samples import AttentionModule as AttentionModule
 from veomni_ops.attention_samples import alike, beyond_a_tile, large, samples
-from veomni_ops.contract import Contract, Tolerance, compute_dtype
+from veomni_ops.contract import Contract, compute_dtype, tolerances
 from veomni_ops.native_sparse_samples import CONTRACT
 
 # By the attention interface of transformers whose masks the kernel takes.
@@ -256,16 +256,8 @@ def visible(
     return kept if window is None else kept & (ahead.abs() < window)
 
 
-VALUES = {
-    "float32": Tolerance(element=2e-5, norm=4e-6),
-    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
-    "float16": Tolerance(element=5e-3, norm=1.3e-3),
-}
-GRADIENTS = {
-    "float32": Tolerance(element=4e-5, norm=1e-5),
-    "bfloat16": Tolerance(element=8e-2, norm=2e-2),
-    "float16": Tolerance(element=1e-2, norm=2.5e-3),
-}
+VALUES = tolerances(float32=(2e-5, 4e-6), bfloat16=(4e-2, 1e-2), float16=(5e-3, 1.3e-3))
+GRADIENTS = tolerances(float32=(4e-5, 1e-5), bfloat16=(8e-2, 2e-2), float16=(1e-2, 2.5e-3))
 
 CONTRACTS = {
     "standard": Contract(

@@ -94,6 +94,8 @@ def beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("sinks past 128 keys", inputs(), {"s_aux": leaf(draw.normal(4))}, needs=("sinks",))
     bias = {"position_bias": leaf(draw.normal(1, 4, 150, 150))}
     yield Sample("position bias past 128 keys", inputs(), bias, needs=("position_bias",))
+    twenty = _packed(torch.full((20,), 2, device=device))
+    yield Sample("twenty packed sequences", inputs(length=40), twenty, needs=("packed",), values_only=True)
     yield from _combined_shapes(device, dtype)
 
 
@@ -435,6 +437,12 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     outer[0], outer[1] = 100.0, -100.0  # past where float32's exponential ends
     yield edge("a high and a low sink", "sinks", s_aux=leaf(outer))
     yield edge("an added mask, rows that see sinks alone", *dense, "sinks", mask=lowest, shape=square, s_aux=sinks())
+    chosen = (draw.normal(2, 12, 12) + 9 * torch.eye(12, device=device)).topk(5).indices
+    yield edge("chosen keys and a mask", *dense, "chosen_keys", mask=some[:, :1], shape=square, indices=chosen)
+    of_queries = leaf(draw.normal(2, 4, 12, 1))
+    yield edge("query sinks and a mask", *dense, "query_sinks", mask=some[:, :1], shape=square, sinks=of_queries)
+    of_queries = leaf(draw.normal(2, 4, 12, 1))
+    yield edge("query sinks and a window", *window, "query_sinks", sliding_window=5, shape=square, sinks=of_queries)
 
 
 _ALIKE_OPTIONS = {"scaling", "softcap", "s_aux", "sliding_window", "is_causal"}

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_ops.combinations import together
-from veomni_ops.contract import Alike, Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_ops.contract import Alike, Contract, Draw, Sample, compute_dtype, leaf, tolerances
 from veomni_ops.memory_places import alone
 
 # "swish" is the package's other name of silu.
@@ -258,17 +258,9 @@ def _alike(sample: Sample, features: Collection[str]) -> Iterator[Alike]:
         yield Alike("where it is packed behind another", (sample, both), (lambda y: y, lambda y: y[..., cut:]))
 
 
-VALUES = {
-    "float32": Tolerance(element=4e-6, norm=1e-6),
-    "bfloat16": Tolerance(element=2e-2, norm=6e-3),
-    "float16": Tolerance(element=2.5e-3, norm=8e-4),
-}
+VALUES = tolerances(float32=(4e-6, 1e-6), bfloat16=(2e-2, 6e-3), float16=(2.5e-3, 8e-4))
 # The gradients of weight and bias are sums over all positions.
-GRADIENTS = {
-    "float32": Tolerance(element=2e-5, norm=4e-6),
-    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
-    "float16": Tolerance(element=5e-3, norm=1.3e-3),
-}
+GRADIENTS = tolerances(float32=(2e-5, 4e-6), bfloat16=(4e-2, 1e-2), float16=(5e-3, 1.3e-3))
 
 CONTRACTS = {
     "standard": Contract(

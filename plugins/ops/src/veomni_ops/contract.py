@@ -121,6 +121,16 @@ class Tolerance:
     norm: float
 
 
+def tolerances(**by_dtype: tuple[float, float]) -> dict[str, Tolerance]:
+    """A tolerance of each dtype, from its bounds for elements and for the norm.
+
+    Example:
+        >>> tolerances(float32=(2e-6, 5e-7))
+        {'float32': Tolerance(element=2e-06, norm=5e-07)}
+    """
+    return {dtype: Tolerance(element, norm) for dtype, (element, norm) in by_dtype.items()}
+
+
 def no_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """The sample maker of a contract that has no samples of some size.
 

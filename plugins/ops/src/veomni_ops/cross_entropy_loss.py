@@ -26,7 +26,7 @@ from veomni_ops.combinations import (
     learned_tokens,
     together,
 )
-from veomni_ops.contract import Alike, Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_ops.contract import Alike, Contract, Draw, Sample, compute_dtype, leaf, tolerances
 from veomni_ops.vocabulary_parallel_loss import CONTRACT as VOCABULARY_PARALLEL
 
 
@@ -203,6 +203,9 @@ def _causal_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[
     numbers = {"softcap": (None, 2.0, 30.0), "ignored": (IGNORED, 7), "scale": (None, 0.5)}
     kinds = {"labels": (torch.int64, torch.int32), "layout": (CONTIGUOUS, EVERY_OTHER)}
     yield from together(make, **shapes, bias=(False, True), items=("none", "a number", "a tensor"), **numbers, **kinds)
+    yield Sample("9001 words", _problem(draw, tokens=5, hidden=8, vocabulary=9001))
+    if dtype != torch.float16:  # as in _causal_large
+        yield Sample("4200 tokens", _masked(_problem(draw, tokens=4200, hidden=8, vocabulary=17)))
 
 
 def _causal_large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -278,16 +281,8 @@ def _alike(sample: Sample, features: Collection[str]) -> Iterator[Alike]:
 
 # The loss is one float32 number, but in low precision every logit is rounded first. In bf16 the rounding error of a
 # logit of 60 is up to an eighth, which changes probabilities, and so gradients, by about as much.
-VALUES = {
-    "float32": Tolerance(element=4e-6, norm=4e-6),
-    "bfloat16": Tolerance(element=1e-2, norm=1e-2),
-    "float16": Tolerance(element=2e-3, norm=2e-3),
-}
-GRADIENTS = {
-    "float32": Tolerance(element=4e-5, norm=1e-5),
-    "bfloat16": Tolerance(element=1.6e-1, norm=4e-2),
-    "float16": Tolerance(element=2e-2, norm=5e-3),
-}
+VALUES = tolerances(float32=(4e-6, 4e-6), bfloat16=(1e-2, 1e-2), float16=(2e-3, 2e-3))
+GRADIENTS = tolerances(float32=(4e-5, 1e-5), bfloat16=(1.6e-1, 4e-2), float16=(2e-2, 5e-3))
 
 CONTRACTS = {
     "causal": Contract(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from veomni_core.kernels import cast_as_autocast
 from veomni_ops.combinations import LAYOUTS, laid_out, together
-from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_ops.contract import Contract, Draw, Sample, compute_dtype, leaf, tolerances
 from veomni_ops.visible_keys import as_mask, causal_ranges, check_visible
 
 INDEXER_LOSS = "indexer_loss"  # the feature of kernels that also compute the indexer's loss
@@ -268,6 +268,13 @@ def _dense(problems: _Problems) -> Iterator[Sample]:
     seen[1, 2:4] = False
     call = query, latents, None, *rest
     yield Sample("all keys, of which a query sees none", call, {"visible": seen}, (DENSE_STAGE,), values_only=True)
+    query, latents, _, *rest = call = problems.call(2, 21, 1)
+    ranges = causal_ranges(2, 21, 21, (3, 1, 17)).to(problems.device)
+    for name, visible, given, needs in (
+        ("all keys of packed", ranges, {}, both[:1]),
+        ("all keys but holes, the indexer's loss", as_mask(ranges, 21), problems.indexer(call), both),
+    ):
+        yield Sample(name, (query, latents, None, *rest), {"visible": visible, **given}, needs, values_only=True)
 
 
 def _edges(problems: _Problems) -> Iterator[Sample]:
@@ -347,16 +354,8 @@ def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 # In low precision kernels round probabilities, and their gradients, before they multiply them.
-VALUES = {
-    "float32": Tolerance(element=2e-5, norm=2e-6),
-    "bfloat16": Tolerance(element=3e-2, norm=5e-3),
-    "float16": Tolerance(element=4e-3, norm=7e-4),
-}
-GRADIENTS = {
-    "float32": Tolerance(element=6e-5, norm=6e-6),
-    "bfloat16": Tolerance(element=8e-2, norm=1e-2),
-    "float16": Tolerance(element=1e-2, norm=1.5e-3),
-}
+VALUES = tolerances(float32=(2e-5, 2e-6), bfloat16=(3e-2, 5e-3), float16=(4e-3, 7e-4))
+GRADIENTS = tolerances(float32=(6e-5, 6e-6), bfloat16=(8e-2, 1e-2), float16=(1e-2, 1.5e-3))
 
 CONTRACTS = {
     "standard": Contract(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_ops.combinations import LAYOUTS, ROWS, laid_out, together
-from veomni_ops.contract import Contract, Draw, Sample, Tolerance, leaf, strided_oddly
+from veomni_ops.contract import Contract, Draw, Sample, leaf, strided_oddly, tolerances
 
 
 def standard(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -76,16 +76,8 @@ def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("a model's projection", (leaf(draw.normal(2, 1027, 1024)), weight))
 
 
-VALUES = {
-    "float32": Tolerance(element=8e-6, norm=2e-6),
-    "bfloat16": Tolerance(element=1.6e-2, norm=5e-3),
-    "float16": Tolerance(element=2e-3, norm=6e-4),
-}
-GRADIENTS = {
-    "float32": Tolerance(element=2e-5, norm=4e-6),
-    "bfloat16": Tolerance(element=1.6e-2, norm=5e-3),
-    "float16": Tolerance(element=2e-3, norm=6e-4),
-}
+VALUES = tolerances(float32=(8e-6, 2e-6), bfloat16=(1.6e-2, 5e-3), float16=(2e-3, 6e-4))
+GRADIENTS = tolerances(float32=(2e-5, 4e-6), bfloat16=(1.6e-2, 5e-3), float16=(2e-3, 6e-4))
 
 CONTRACTS = {
     "standard": Contract(

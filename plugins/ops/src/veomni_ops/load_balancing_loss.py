@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_ops.combinations import together
-from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_ops.contract import Contract, Draw, Sample, compute_dtype, leaf, tolerances
 
 
 def standard(
@@ -151,8 +151,8 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     yield Sample("six layers and a long mask", (logits(6, 600, 16), 16, 4, mask))
     yield Sample("33 layers", (logits(33, 11, 8), 8, 2))
     # The last ones get no token.
-    few = _logits(Draw(device, dtype, seed=1), 2, 97, 193, skew=-4.0)
-    yield Sample("193 experts, many of them empty", (few, 193, 12))
+    few = _logits(Draw(device, dtype, seed=1), 2, 97, 300, skew=-4.0)
+    yield Sample("300 experts, many of them empty", (few, 300, 12))
 
     def make(layers: int, shape: tuple[int, int], experts: int, top_k: int, mask: torch.dtype | None) -> Sample:
         batch, length = shape
@@ -211,17 +211,9 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("one expert", (logits(2, 9, 1), 1, 1), values_only=True)
 
 
-VALUES = {
-    "float32": Tolerance(element=4e-6, norm=4e-6),
-    "bfloat16": Tolerance(element=1e-2, norm=1e-2),
-    "float16": Tolerance(element=1.5e-3, norm=1.5e-3),
-}
+VALUES = tolerances(float32=(4e-6, 4e-6), bfloat16=(1e-2, 1e-2), float16=(1.5e-3, 1.5e-3))
 # In low precision transformers rounds the probabilities, and the gradient of softmax subtracts nearly equal numbers.
-GRADIENTS = {
-    "float32": Tolerance(element=1e-5, norm=4e-6),
-    "bfloat16": Tolerance(element=1.5e-1, norm=6e-2),
-    "float16": Tolerance(element=2e-2, norm=8e-3),
-}
+GRADIENTS = tolerances(float32=(1e-5, 4e-6), bfloat16=(1.5e-1, 6e-2), float16=(2e-2, 8e-3))
 
 
 def _given_routes_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -235,10 +227,12 @@ def _given_routes_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
     yield Sample("twelve choices in int32, empty experts", (probabilities, chosen.int()), values_only=True)
 
 
-def _keys(draw: Draw, layers: int, tokens: int) -> tuple[Tensor, ...]:
+def _keys(draw: Draw, layers: int, tokens: int, keys: int = 4) -> tuple[Tensor, ...]:
     # Sums of these levels are distinct in bfloat16 too, so that rounding doesn't choose among pairs.
-    levels = torch.tensor([[0.0, 0.25, 0.5, 0.75], [0.0, 1.0, 2.0, 3.0]], dtype=torch.float64, device=draw.device)
-    orders = [draw.normal(2, tokens, 4).double().argsort(dim=-1) for _ in range(layers)]
+    levels = torch.arange(keys, dtype=torch.float64, device=draw.device) * torch.tensor([[1 / keys], [1.0]]).to(
+        draw.device
+    )
+    orders = [draw.normal(2, tokens, keys).double().argsort(dim=-1) for _ in range(layers)]
     return tuple(
         leaf(torch.stack([level[o] for level, o in zip(levels, order, strict=True)]).to(draw.dtype)) for order in orders
     )
@@ -248,6 +242,7 @@ def _product_keys_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Ite
     # Gradients shrink as tokens times layers grow: with twice as many they would be subnormal in float16.
     yield Sample("three layers of many tokens", (_keys(Draw(device, dtype), 3, 97), 16, 4, 3))
     yield Sample("one layer of many tokens", (_keys(Draw(device, dtype), 1, 291), 16, 4, 3))
+    yield Sample("16 keys", (_keys(Draw(device, dtype), 1, 33, 16), 256, 16, 3))
 
 
 def _given_routes_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_ops.combinations import CONTIGUOUS, EVERY_OTHER, LAYOUTS, TRANSPOSED, laid_out, together
-from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, Tolerance, compute_dtype, leaf
+from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, compute_dtype, leaf, tolerances
 from veomni_ops.lora_samples import LORA, Adapter, adapter, with_adapters
 
 
@@ -229,6 +229,7 @@ def _past_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     index = _distinct(draw, 129, 2, 3)
     index[:, 0] = 0  # 129 tokens of one expert: one more than two tiles of 64
     yield Sample("aligned, past 128 tokens and columns", _problem(draw, index, 256, 192, 3))
+    yield Sample("300 experts", _problem(draw, _distinct(draw, 17, 12, 300), 8, 8, 300))
 
 
 def _combined_shapes(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -344,16 +345,8 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield edge("nine choices, some twice, some dropped", draw.integers(8, 5, 9), 6)
 
 
-VALUES = {
-    "float32": Tolerance(element=1e-5, norm=2e-6),
-    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
-    "float16": Tolerance(element=5e-3, norm=1.3e-3),
-}
-GRADIENTS = {
-    "float32": Tolerance(element=2e-5, norm=4e-6),
-    "bfloat16": Tolerance(element=6e-2, norm=1.5e-2),
-    "float16": Tolerance(element=8e-3, norm=2e-3),
-}
+VALUES = tolerances(float32=(1e-5, 2e-6), bfloat16=(4e-2, 1e-2), float16=(5e-3, 1.3e-3))
+GRADIENTS = tolerances(float32=(2e-5, 4e-6), bfloat16=(6e-2, 1.5e-2), float16=(8e-3, 2e-3))
 
 CONTRACTS = {
     "standard": Contract(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_ops.contract import Contract, Draw, Sample, Tolerance, leaf
+from veomni_ops.contract import Contract, Draw, Sample, leaf, tolerances
 from veomni_ops.native_sparse import (
     Places,
     Sizes,
@@ -126,6 +126,9 @@ def _edges(problems: _Problems) -> Iterator[Sample]:
     yield edge("a window of all", problems.call(1, 37, sizes=Sizes(6, 3, 9, 3, 1, 1, 50)))
     (*inputs, gates), options = problems.call(1, 30)
     yield edge("frozen gates, of which some are zero", ((*inputs, (gates.detach() - 0.5).relu()), options))
+    for lengths in ((9, 12), (13, 8)):  # as many boundaries of as many tokens, elsewhere
+        inputs, options = problems.call(1, 21, lengths=lengths, own_window=True)
+        yield edge(f"a window's own keys, scaled, packed as {lengths}", (inputs, {**options, "scaling": 0.3}))
 
 
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -133,6 +136,7 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     yield Sample("the paper's sizes", *problems.call(1, 1300, (16, 1), (48, 32), Sizes()))
     few = Sizes(block_count=4, window=70)
     yield Sample("few of many blocks, packed", *problems.call(1, 700, (6, 2), (40, 24), few, (33, 500, 1, 166)))
+    yield Sample("75 blocks", *problems.call(1, 600, (2, 1)))
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -142,16 +146,8 @@ def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 # In low precision kernels round probabilities, and their gradients, before they multiply them.
-VALUES = {
-    "float32": Tolerance(element=2e-5, norm=4e-6),
-    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
-    "float16": Tolerance(element=5e-3, norm=1.3e-3),
-}
-GRADIENTS = {
-    "float32": Tolerance(element=6e-5, norm=1e-5),
-    "bfloat16": Tolerance(element=8e-2, norm=2e-2),
-    "float16": Tolerance(element=1e-2, norm=2.5e-3),
-}
+VALUES = tolerances(float32=(2e-5, 4e-6), bfloat16=(4e-2, 1e-2), float16=(5e-3, 1.3e-3))
+GRADIENTS = tolerances(float32=(6e-5, 1e-5), bfloat16=(8e-2, 2e-2), float16=(1e-2, 2.5e-3))
 
 CONTRACT = Contract(
     op_name="attention",

@@ -10,18 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from veomni_ops.contract import Tolerance, as_tensors
+from veomni_ops.contract import as_tensors, tolerances
 
-VALUES = {
-    "float32": Tolerance(element=2e-5, norm=4e-6),
-    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
-    "float16": Tolerance(element=6e-3, norm=1.5e-3),
-}
-GRADIENTS = {
-    "float32": Tolerance(element=6e-5, norm=1e-5),
-    "bfloat16": Tolerance(element=1e-1, norm=2e-2),
-    "float16": Tolerance(element=1.5e-2, norm=3e-3),
-}
+VALUES = tolerances(float32=(2e-5, 4e-6), bfloat16=(4e-2, 1e-2), float16=(6e-3, 1.5e-3))
+GRADIENTS = tolerances(float32=(6e-5, 1e-5), bfloat16=(1e-1, 2e-2), float16=(1.5e-2, 3e-3))
 
 
 def present(result: Any) -> tuple[Tensor, ...]:

@@ -8,13 +8,14 @@ A site's ``sizes``: ``width`` (H), if it has a weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from veomni_ops.combinations import LAYOUTS, ROWS, laid_out, together
-from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, Tolerance, compute_dtype, leaf, strided_oddly
+from veomni_ops.combinations import CONTIGUOUS, LAYOUTS, ROWS, laid_out, together
+from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, compute_dtype, leaf, strided_oddly, tolerances
 
 
 def _normalised(x: Tensor, eps: float, group_size: int | None) -> Tensor:
@@ -130,6 +131,8 @@ def _beyond_a_tile(group_size: int | None) -> SampleMaker:
 
         shapes = {"rows": ROWS, "groups": (1, 3, 10), "size": (16, 24, 80)}
         yield from together(make, **shapes, eps=(1e-6, 1e-5, 1e-3), layout=LAYOUTS, gate=LAYOUTS)
+        yield replace(make((2,), 2, 256, 1e-6, CONTIGUOUS, CONTIGUOUS), name="two groups of 256")
+        yield replace(make((2,), 1, 12_296, 1e-6, CONTIGUOUS, CONTIGUOUS), name="12296 columns")
 
     return samples
 
@@ -154,16 +157,8 @@ _BEYOND_A_TILE = {
 }
 _LARGE = {"a model's rows": (16_387, 4096)}
 _LARGE_GROUP = 512  # Mamba 2 divides its rows by eight
-VALUES = {
-    "float32": Tolerance(element=4e-6, norm=1e-6),
-    "bfloat16": Tolerance(element=2e-2, norm=6e-3),
-    "float16": Tolerance(element=2.5e-3, norm=8e-4),
-}
-GRADIENTS = {
-    "float32": Tolerance(element=2e-5, norm=4e-6),
-    "bfloat16": Tolerance(element=4e-2, norm=1e-2),
-    "float16": Tolerance(element=5e-3, norm=1.3e-3),
-}
+VALUES = tolerances(float32=(4e-6, 1e-6), bfloat16=(2e-2, 6e-3), float16=(2.5e-3, 8e-4))
+GRADIENTS = tolerances(float32=(2e-5, 4e-6), bfloat16=(4e-2, 1e-2), float16=(5e-3, 1.3e-3))
 ROUNDING = {"bfloat16": 0.03, "float16": 0.03}
 
 

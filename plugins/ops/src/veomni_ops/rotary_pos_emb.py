@@ -222,6 +222,8 @@ _BEYOND_A_TILE = (
     _Shape("past 128 positions", 2, (3, 1), 193, 64, 40),
     _Shape("past 32 heads", 1, (64, 8), 9, 112, 56),
     _Shape("wide heads", 1, (2, 2), 5, 256, 192),
+    _Shape("40 heads", 1, (40, 8), 3, 48, 32),
+    _Shape("96 heads", 1, (96, 12), 3, 32, 16),
 )
 _LARGE = (
     _Shape("a model's heads", 2, (32, 8), 4099, 128, 64),

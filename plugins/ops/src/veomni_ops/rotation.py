@@ -8,15 +8,11 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from veomni_ops.contract import Tolerance
+from veomni_ops.contract import tolerances
 
 Turn = Callable[[Tensor], Tensor]
 
-VALUES = {
-    "float32": Tolerance(element=2e-6, norm=5e-7),
-    "bfloat16": Tolerance(element=1.6e-2, norm=4e-3),
-    "float16": Tolerance(element=2e-3, norm=5e-4),
-}
+VALUES = tolerances(float32=(2e-6, 5e-7), bfloat16=(1.6e-2, 4e-3), float16=(2e-3, 5e-4))
 
 
 class AngleLayout(Enum):

@@ -234,6 +234,11 @@ def _edges(problems: _Problems) -> Iterator[Sample]:
     x, dt, A, B, _ = problems.call(1, 12)
     x, dt, B = map(alone, (x, dt, B))
     yield edge("reads what it writes", (x, dt, A, B, B))
+    yield edge("D without a gate", problems.call(2, 9), z=None)
+    yield edge("packed, a gate without D", problems.call(1, 12), D=None, seq_idx=problems.packed([5, 7]))
+    x, dt, *others = problems.call(1, 12)
+    call, packed = (x, leaf(dt.detach().sigmoid() + 2.0), *others), problems.packed([5, 7])
+    yield edge("packed, time steps as they come, and a bias", call, dt_softplus=False, seq_idx=packed)
 
 
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_ops.combinations import LAYOUTS, ROWS, laid_out, together
-from veomni_ops.contract import Contract, Draw, Sample, Tolerance, leaf, strided_oddly
+from veomni_ops.contract import Contract, Draw, Sample, leaf, strided_oddly, tolerances
 
 
 def standard(gate: Tensor, up: Tensor) -> Tensor:
@@ -119,6 +119,7 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
         return Sample("", (laid_out(gate, layout), laid_out(draw.normal(*rows, width), up)))
 
     yield from together(make, rows=ROWS, width=(80, 112, 272), layout=LAYOUTS, up=LAYOUTS)
+    yield Sample("12296 columns", (leaf(draw.normal(2, 12_296, scale=0.5)), leaf(draw.normal(2, 12_296))))
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -128,17 +129,9 @@ def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("past 65535 wide rows", (leaf(draw.normal(65_539, 768)), leaf(draw.normal(65_539, 768))))
 
 
-VALUES = {
-    "float32": Tolerance(element=2e-6, norm=5e-7),
-    "bfloat16": Tolerance(element=1.6e-2, norm=4e-3),
-    "float16": Tolerance(element=2e-3, norm=5e-4),
-}
+VALUES = tolerances(float32=(2e-6, 5e-7), bfloat16=(1.6e-2, 4e-3), float16=(2e-3, 5e-4))
 # The derivative of the tanh approximation suffers cancellation for large gates: a factor of ten in float32.
-GRADIENTS = {
-    "float32": Tolerance(element=1.5e-5, norm=1e-6),
-    "bfloat16": Tolerance(element=2.4e-2, norm=6e-3),
-    "float16": Tolerance(element=3e-3, norm=8e-4),
-}
+GRADIENTS = tolerances(float32=(1.5e-5, 1e-6), bfloat16=(2.4e-2, 6e-3), float16=(3e-3, 8e-4))
 
 CONTRACTS = {
     reference.__name__: Contract(

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from veomni_core.kernels import IGNORED
 from veomni_ops.combinations import CONTIGUOUS, EVERY_OTHER, LEARNED, head_problem, laid_out, learned_tokens, together
-from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_ops.contract import Contract, Draw, Sample, compute_dtype, leaf, tolerances
 
 LOGPROBS, ENTROPY, TOP1, MEAN_LOGIT, LOG_SUM_SQUARES = "logprobs", "entropy", "top1", "mean_logit", "log_sum_squares"
 OUTPUTS = (LOGPROBS, ENTROPY, TOP1, MEAN_LOGIT, LOG_SUM_SQUARES)
@@ -253,6 +253,9 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     }
     for outputs in ((OUTPUTS[:1], OUTPUTS[:2], OUTPUTS[1:2]), (OUTPUTS, (TOP1, LOGPROBS))):
         yield from together(make, **shapes, bias=(False, True), **numbers, **kinds, outputs=outputs)
+    yield Sample("9001 words", head_problem(draw, tokens=5, hidden=8, vocabulary=9001), both)
+    each = {"temperature": draw.normal(4200).float().abs() + 0.5}
+    yield Sample("4200 temperatures", head_problem(draw, tokens=4200, hidden=8, vocabulary=17), both | each)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -275,16 +278,8 @@ def _decided(draw: Draw, tokens: int = 16, words: int = 64, hidden: int = 32) ->
 
 # In low precision every logit is rounded first. In bf16 the rounding error of a logit of 60 is up to an eighth, which
 # changes probabilities, and so entropies and gradients, by about as much.
-VALUES = {
-    "float32": Tolerance(element=4e-6, norm=4e-6),
-    "bfloat16": Tolerance(element=2e-2, norm=1e-2),
-    "float16": Tolerance(element=4e-3, norm=2e-3),
-}
-GRADIENTS = {
-    "float32": Tolerance(element=4e-5, norm=1e-5),
-    "bfloat16": Tolerance(element=1.6e-1, norm=4e-2),
-    "float16": Tolerance(element=2e-2, norm=5e-3),
-}
+VALUES = tolerances(float32=(4e-6, 4e-6), bfloat16=(2e-2, 1e-2), float16=(4e-3, 2e-3))
+GRADIENTS = tolerances(float32=(4e-5, 1e-5), bfloat16=(1.6e-1, 4e-2), float16=(2e-2, 5e-3))
 
 CONTRACTS = {
     "causal": Contract(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_core.kernels import IGNORED
-from veomni_ops.contract import Contract, Draw, Sample, Tolerance, compute_dtype, leaf
+from veomni_ops.contract import Contract, Draw, Sample, compute_dtype, leaf, tolerances
 
 
 def vocabulary_parallel(
@@ -141,16 +141,8 @@ def _problem(
 
 
 # Each logit is rounded in low precision, which changes the log of a sum less than the logits themselves.
-VALUES = {
-    "float32": Tolerance(element=4e-6, norm=4e-6),
-    "bfloat16": Tolerance(element=3e-2, norm=1e-2),
-    "float16": Tolerance(element=4e-3, norm=2e-3),
-}
-GRADIENTS = {
-    "float32": Tolerance(element=4e-5, norm=1e-5),
-    "bfloat16": Tolerance(element=1.6e-1, norm=4e-2),
-    "float16": Tolerance(element=2e-2, norm=5e-3),
-}
+VALUES = tolerances(float32=(4e-6, 4e-6), bfloat16=(3e-2, 1e-2), float16=(4e-3, 2e-3))
+GRADIENTS = tolerances(float32=(4e-5, 1e-5), bfloat16=(1.6e-1, 4e-2), float16=(2e-2, 5e-3))
 
 CONTRACT = Contract(
     op_name="cross_entropy_loss",

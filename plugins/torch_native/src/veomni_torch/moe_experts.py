@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from veomni_core.kernels import autocast_off, product_operands
 from veomni_ops.contract import compute_dtype
@@ -104,7 +105,7 @@ def clamped(
             return product
         # A bias's gradient is a sum over its expert's rows: in bfloat16, the sum over 2700 rows was wrong by a quarter.
         wide = compute_dtype(bias)
-        return product.to(wide) + torch.where(covered, bias.to(wide)[expert], 0.0)
+        return product.to(wide) + torch.where(covered, F.embedding(expert, bias.to(wide)), 0.0)
 
     # order // k is the token of each row. With k = 0 there are no rows.
     both = linear(hidden[order // k] if k else hidden[:0], gate_up_proj, gate_up_lora, gate_up_bias)  # [N, 2I]

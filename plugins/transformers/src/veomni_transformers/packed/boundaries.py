@@ -153,18 +153,18 @@ def _read_positions(inputs: Inputs, length: int) -> Tensor | None:
 
 
 def _warn_of_leaps(inputs: Inputs, length: int) -> None:
-    """Positions that leap ahead may be meant as one sequence, which layers without boundaries take them for."""
+    """Where not every sequence begins at 0, one may be meant, for which layers without boundaries take the row."""
     if isinstance(inputs.get("cu_seq_lens_q"), Tensor) or isinstance(inputs.get("seq_idx"), Tensor):
         return
     positions = _read_positions(inputs, length)
     if positions is None:
         return
-    rises = positions.diff(dim=1)
-    if bool(((rises >= 0) & (rises != 1) & (positions[:, 1:] != 0)).any()):
+    restarts = positions.diff(dim=1) != 1
+    if bool((restarts & (positions[:, 1:] != 0)).any() | restarts.all()):  # all of them: no token follows another
         warnings.warn(
-            "position_ids stay the same or leap ahead within a row. Attention and bound layers that carry a state "
-            "start a sequence at each such place; unbound layers would carry their state on. If it is one sequence, "
-            "pass position_ids that rise by 1, or none",
+            "position_ids stay the same, fall or leap ahead within a row. Attention and bound layers that carry a "
+            "state start a sequence at each such place; unbound layers would carry their state on. If it is one "
+            "sequence, pass position_ids that rise by 1, or none",
             stacklevel=3,
         )
 
