@@ -132,7 +132,7 @@ class ThisMachine:
 def _modules_of(plugin: PluginRecord) -> Iterator[str]:
     """The modules with the plugin's code: its entry point's, and those that its kernels name, of whichever package."""
     yield plugin.module
-    for reference in (each for spec in plugin.kernels for each in (spec.factory, spec.can_run)):
+    for reference in (str(each) for spec in plugin.kernels for each in (spec.factory, spec.can_run)):
         if reference and reference.partition(".")[0] not in _OF_EVERY_KERNEL:
             yield reference
 

@@ -126,9 +126,9 @@ def _edges(problems: _Problems) -> Iterator[Sample]:
     yield edge("a window of all", problems.call(1, 37, sizes=Sizes(6, 3, 9, 3, 1, 1, 50)))
     (*inputs, gates), options = problems.call(1, 30)
     yield edge("frozen gates, of which some are zero", ((*inputs, (gates.detach() - 0.5).relu()), options))
-    for lengths in ((9, 12), (13, 8)):  # as many boundaries of as many tokens, elsewhere
-        inputs, options = problems.call(1, 21, lengths=lengths, own_window=True)
-        yield edge(f"a window's own keys, scaled, packed as {lengths}", (inputs, {**options, "scaling": 0.3}))
+    for first in (9, 13):  # as many boundaries of as many tokens, elsewhere
+        call, options = problems.call(1, 21, lengths=(first, 21 - first), own_window=True)
+        yield edge(f"a window's own keys, scaled, packed at {first}", (call, {**options, "scaling": 0.3}))
 
 
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
