@@ -46,13 +46,14 @@ def test_plugins_that_end_or_hold_the_process_are_named_and_others_live(
     assert any(each.startswith("acme-aborts 1.0: it ended the process") for each in planned["failed_rules"])
 
 
-def test_what_plugins_print_when_they_are_asked_is_no_part_of_json(
-    install: Callable[..., str], veomni: Callable[..., str]
+def test_what_plugins_print_when_they_are_called_is_no_part_of_json(
+    install: Callable[..., str], veomni: Callable[..., str], tmp_path: Path
 ) -> None:
     install(
         "acme-loud",
         """
-        from veomni_core import DeviceSpec, hookimpl
+        from veomni_core import DeviceSpec, KernelSpec, hookimpl
+        from veomni_ops.rms_norm import standard
 
         VEOMNI_PLUGIN_API_VERSION = 1
 
@@ -62,9 +63,23 @@ def test_what_plugins_print_when_they_are_asked_is_no_part_of_json(
         @hookimpl
         def veomni_devices():
             return [DeviceSpec("acme", detect="{module}:detect")]
+
+        def can_run(site):
+            print("judging")
+            return ""
+
+        @hookimpl
+        def veomni_kernels():
+            return [KernelSpec("loud", "rms_norm", "standard", "{module}:standard", can_run="{module}:can_run")]
         """,
     )
     assert json.loads(veomni("explain", "rms_norm", "--json"))["op"]
+    job = tmp_path / "job.yaml"
+    sizes = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 4, vocab_size: 64"
+    ops = "{preset: eager, rms_norm_implementation: loud}"
+    job.write_text(f"model: {{config: {{model_type: llama, {sizes}}}, ops_implementation: {ops}}}\n")
+    planned = json.loads(veomni("plan", job, "--json"))
+    assert [each["spec"]["name"] for each in planned["kernels"]] == ["loud"]
 
 
 def test_a_trial_of_no_number_of_seconds_is_an_error(install: Callable[..., str]) -> None:

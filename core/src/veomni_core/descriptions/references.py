@@ -19,6 +19,12 @@ def load_attribute(reference: str) -> Any:
     return value
 
 
+def call_attribute(reference: str, *arguments: Any) -> Any:
+    """Call the function that ``reference`` names. What it prints goes to standard error, as what its module does."""
+    with redirect_stdout(sys.stderr):
+        return load_attribute(reference)(*arguments)
+
+
 def reference_to(value: Any) -> str:
     """The ``"module:attribute"`` of a function or class at the top of a module; empty for anything else."""
     reference = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
@@ -43,8 +49,7 @@ def load_from(reference: str) -> Any:
     Raises:
         ImportError: the distribution is not installed; the message says how to install it.
     """
-    found = load_if_installed(reference)
-    if found is None:
+    if (found := load_if_installed(reference)) is None:
         package = reference.partition(".")[0]
         distribution = package.replace("_", "-")
         raise ImportError(f"{distribution} is not installed: pip install {distribution}", name=package)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterable, Mapping
-from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -13,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import OpSpec, VariantSpec
-from veomni_core.descriptions.references import load_attribute, raise_interrupt
+from veomni_core.descriptions.references import call_attribute, load_attribute, raise_interrupt
 from veomni_core.descriptions.spec import CommandSpec, DeviceSpec, ModelRule, ModelViewSpec, SiteRule
 from veomni_core.errors import HostError, KernelUnavailableError, UnknownNameError, did_you_mean
 
@@ -298,8 +296,7 @@ class Registry:
 def detect(device: DeviceSpec) -> tuple[Hardware | None, str]:
     """Call ``device.detect``. Returns the hardware, or ``None``; and what went wrong, which is empty if nothing did."""
     try:
-        with redirect_stdout(sys.stderr):
-            found = load_attribute(device.detect)()
+        found = call_attribute(device.detect)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise_interrupt(error)
         return None, f"{device.detect} failed: {error!r}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from veomni_core.descriptions.hardware import Hardware
 from veomni_core.descriptions.kernel_spec import DTYPES, EAGER, KernelSpec
-from veomni_core.descriptions.references import load_attribute, raise_interrupt
+from veomni_core.descriptions.references import call_attribute, raise_interrupt
 from veomni_core.discovery.registry import PluginRecord, Registry
 from veomni_core.errors import ConfigError, KernelLoadError
 from veomni_core.planning.choice import AUTO, Requested
@@ -100,8 +100,7 @@ class Selection:
     def could_run(self, op_name: str, site: Site) -> tuple[KernelSpec, ...]:
         """The kernels that could run at ``site``, which has a variant, whatever ``veomni verify`` says of them."""
         place = self._place_of(op_name, site)
-        specs = self.registry.kernels(op_name, place.variant)
-        return tuple(spec for spec in specs if not self._unmet_at(spec, place))
+        return tuple(spec for spec in self.registry.kernels(op_name, place.variant) if not self._unmet_at(spec, place))
 
     def dtypes_at(self, op_name: str, site: Site) -> tuple[str, ...]:
         """The dtypes in which the inputs of ``site`` may arrive, as far as is known.
@@ -183,12 +182,11 @@ class Selection:
         return _Place(site.variant or "", dtypes, site.needs, refuses, sizes, site.own, kind, site)
 
     def _against(self, spec: KernelSpec, place: _Place, by_auto: bool = False) -> tuple[tuple[str, ...], ...]:
-        """Why ``spec`` can't run at ``place``; and why it may not, for what was found of it here. Both as phrases."""
+        """Why ``spec`` can't run at ``place``, or needs a check first, and how it failed one; both as phrases."""
         why = self.unvouched(spec, place.dtypes) or self._unloadable.get(spec, "") if by_auto else ""
         # Code of a plugin that `auto` doesn't trust is not run: its `can_run` may end the process.
-        asked = replace(place, site=None) if why else place
-        unmet, failures = self._unmet_at(spec, asked), self.failures(spec, place.dtypes)
-        # A kernel that can't run here anyway needs no check.
+        unmet = self._unmet_at(spec, replace(place, site=None) if why else place)
+        failures = self.failures(spec, place.dtypes)
         unverified = () if unmet else self.unverified(spec, place.dtypes) or ((why,) if why and not failures else ())
         # Nobody waits for a kernel that `auto` never takes; naming it gives the reason at each site.
         checks = (*failures, *(unverified if spec.preference > 0 else ()))
@@ -354,7 +352,7 @@ def _options_refused(spec: KernelSpec, entry: Requested) -> Iterator[str]:
 def _refused_by_plugin(spec: KernelSpec, site: Site) -> str:
     """The reason that the kernel's ``can_run`` gives at ``site``. If ``can_run`` fails, only this kernel is refused."""
     try:
-        reason = load_attribute(spec.can_run)(site)
+        reason = call_attribute(spec.can_run, site)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise_interrupt(error)
         return f"can't be asked: {spec.can_run} failed: {type(error).__name__}: {error}"

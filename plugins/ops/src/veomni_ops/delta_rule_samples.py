@@ -133,7 +133,7 @@ class DeltaRuleSamples:
         yield edge("queries that are the keys", (q, q, *others), scale=0.7)
         for ends in ((3, 20), (7, 20), tuple(range(1, 21))):  # as many boundaries of as many tokens, elsewhere
             kept = {"cu_seqlens": _bounds_at(device, *ends), "initial_state": _state(draw, len(ends), 4)}
-            name = f"two heads for each key's, {len(ends)} packed, the first of {ends[0]}"
+            name = f"four heads of two keys, {len(ends)} packed sequences, the first of {ends[0]}"
             yield edge(name, self._problem(draw, 1, 20, (2, 4)), output_final_state=True, **kept)
 
     def beyond_a_tile(self, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -229,9 +229,8 @@ def _given_routes_samples(device: torch.device, dtype: torch.dtype) -> Iterator[
 
 def _keys(draw: Draw, layers: int, tokens: int, keys: int = 4) -> tuple[Tensor, ...]:
     # Sums of these levels are distinct in bfloat16 too, so that rounding doesn't choose among pairs.
-    levels = torch.arange(keys, dtype=torch.float64, device=draw.device) * torch.tensor([[1 / keys], [1.0]]).to(
-        draw.device
-    )
+    steps = torch.arange(keys, dtype=torch.float64, device=draw.device)
+    levels = torch.stack([steps / keys, steps])
     orders = [draw.normal(2, tokens, keys).double().argsort(dim=-1) for _ in range(layers)]
     return tuple(
         leaf(torch.stack([level[o] for level, o in zip(levels, order, strict=True)]).to(draw.dtype)) for order in orders

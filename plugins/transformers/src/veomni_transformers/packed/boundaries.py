@@ -153,7 +153,7 @@ def _read_positions(inputs: Inputs, length: int) -> Tensor | None:
 
 
 def _warn_of_leaps(inputs: Inputs, length: int) -> None:
-    """Where not every sequence begins at 0, one may be meant, for which layers without boundaries take the row."""
+    """Warn where sequences begin elsewhere than at 0, or at each token: the row may be meant as a single one."""
     if isinstance(inputs.get("cu_seq_lens_q"), Tensor) or isinstance(inputs.get("seq_idx"), Tensor):
         return
     positions = _read_positions(inputs, length)
