@@ -31,7 +31,8 @@ PLUGIN = """
     @hookimpl
     def veomni_kernels():
         preference = int(os.environ.get("PREFERENCE", "50"))
-        return [KernelSpec("here", "rms_norm", "standard", factory="{module}:kernel", preference=preference)]
+        factory = os.environ.get("FACTORY", "{module}:kernel")
+        return [KernelSpec("here", "rms_norm", "standard", factory=factory, preference=preference)]
 """
 JOB = """
 model:
@@ -151,6 +152,19 @@ def test_another_description_by_the_same_files_is_refused(
     with pytest.raises(LockMismatchError, match="what plugins describe differs") as caught:
         discover(frozen)
     assert "acme 1.0: plugin acme: 1 changed: kernel rms_norm/standard:here" in str(caught.value)
+
+
+def test_a_changed_library_that_a_kernel_comes_from_is_refused(
+    plugin: str, lock: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = site_packages(tmp_path) / "the_library.py"
+    library.write_text("def kernel(x, weight, eps):\n    return x\n", encoding="utf-8")
+    monkeypatch.setenv("FACTORY", "the_library:kernel")
+    frozen = lock()
+    discover(frozen)
+    library.write_text("def kernel(x, weight, eps):\n    return 1.5 * x\n", encoding="utf-8")
+    with pytest.raises(LockMismatchError, match="plugin acme: 1 changed: code the_library"):
+        discover(frozen)
 
 
 def test_a_plugin_that_fails_now_is_refused_and_one_that_always_failed_is_not(

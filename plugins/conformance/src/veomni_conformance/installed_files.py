@@ -16,10 +16,12 @@ from importlib.machinery import ModuleSpec, all_suffixes
 from importlib.metadata import Distribution
 from pathlib import Path, PurePosixPath
 
+from veomni_core.discovery.registry import PluginRecord
 from veomni_core.errors import HostError
 
 _CACHES = {"__pycache__", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 _SCRIPTS = {"bin", "Scripts"}
+_LIBRARIES = {"torch", "triton"}  # too large to be hashed; their versions are recorded
 
 
 def hashed_files(distribution: Distribution, modules: Iterable[str] = ()) -> dict[str, str]:
@@ -44,6 +46,22 @@ def hashed_files(distribution: Distribution, modules: Iterable[str] = ()) -> dic
     for name in names:
         found |= _files_of_module(name)
     return {path: _sha256(file) for path, file in sorted(found.items()) if file.is_file()}
+
+
+def modules_of(plugin: PluginRecord) -> Iterator[str]:
+    """The modules with the plugin's code: its entry point's, and those that its kernels name, of whichever package."""
+    yield plugin.module
+    for reference in (str(each) for spec in plugin.kernels for each in (spec.factory, spec.can_run)):
+        if reference and reference.partition(".")[0] not in _LIBRARIES:
+            yield reference
+
+
+def hashes_elsewhere(plugin: PluginRecord) -> dict[str, str]:
+    """One SHA-256 for each package or module, by its name, that :func:`modules_of` has beside the entry point's own."""
+    roots = {_root_of(module) for module in modules_of(plugin)} - {_root_of(plugin.module)}
+    return {
+        root: combined({path: _sha256(file) for path, file in _files_of_module(root).items()}) for root in sorted(roots)
+    }
 
 
 def combined(hashes: dict[str, str]) -> str:

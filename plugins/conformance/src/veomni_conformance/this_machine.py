@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from veomni_conformance.installed_files import combined, hashed_files
+from veomni_conformance.installed_files import combined, hashed_files, modules_of
 from veomni_core.descriptions.hardware import Hardware, requirement
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.discovery.installed_plugins import identity
@@ -114,7 +114,7 @@ class ThisMachine:
         key = (plugin.distribution, plugin.name)
         if key not in self._files:
             try:
-                found = hashed_files(importlib.metadata.distribution(plugin.distribution), _modules_of(plugin))
+                found = hashed_files(importlib.metadata.distribution(plugin.distribution), modules_of(plugin))
                 code = {path: each for path, each in found.items() if not path.endswith(CERTIFICATES)}
                 self._files[key] = combined(code)
             except importlib.metadata.PackageNotFoundError:
@@ -127,14 +127,6 @@ class ThisMachine:
         if distribution not in self._versions:
             self._versions[distribution] = installed_version(distribution)
         return self._versions[distribution]
-
-
-def _modules_of(plugin: PluginRecord) -> Iterator[str]:
-    """The modules with the plugin's code: its entry point's, and those that its kernels name, of whichever package."""
-    yield plugin.module
-    for reference in (str(each) for spec in plugin.kernels for each in (spec.factory, spec.can_run)):
-        if reference and reference.partition(".")[0] not in _OF_EVERY_KERNEL:
-            yield reference
 
 
 def installed_version(distribution: str) -> str:

@@ -1,4 +1,4 @@
-"""A hash of each thing that a plugin describes, which changes with any of its fields."""
+"""A hash of each thing that a plugin describes, which changes with any of its fields or with code elsewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from veomni_conformance.installed_files import hashes_elsewhere
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.descriptions.op_spec import VariantSpec
 from veomni_core.discovery.registry import PluginRecord
@@ -29,7 +30,8 @@ _NAMES = ("name", "device_type", "model_type")  # the field by which a spec of e
 def spec_hashes(record: PluginRecord) -> dict[str, str]:
     """The SHA-256 of each of the plugin's specs, by its kind and name: ``kernel rms_norm/standard:torch``.
 
-    Two specs of one name have one hash together.
+    Two specs of one name have one hash together. A package that a factory names and that isn't the plugin's own has one
+    too (``code acme_kernels``): its distribution need not be locked.
 
     Args:
         record: a plugin that loaded, as it describes itself.
@@ -38,7 +40,8 @@ def spec_hashes(record: PluginRecord) -> dict[str, str]:
     for field, kind in _DESCRIBED.items():
         for spec in getattr(record, field):
             specs.setdefault(f"{kind} {_name(spec)}", []).append(json.dumps(_plain(spec), sort_keys=True))
-    return {name: hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest() for name, texts in specs.items()}
+    hashes = {name: hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest() for name, texts in specs.items()}
+    return hashes | {f"code {package}": each for package, each in hashes_elsewhere(record).items()}
 
 
 def _name(spec: Any) -> str:
