@@ -117,6 +117,7 @@ def gone(package: Path) -> Callable[[], object]:
     return lambda: (package / "norm.py").write_text(before)
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import textwrap
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
+from filelock import FileLock
 
 from forked_processes import finish, fork_ranks
+
+
+def once_for_all_workers(factory: pytest.TempPathFactory, name: str, make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, which JSON can hold: one of pytest-xdist's workers calls it, and the others read it.
+
+    Args:
+        factory: pytest's fixture of folders.
+        name: what tells it from what other calls of this function give.
+    """
+    folder = factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    kept = folder / f"{name}.json"
+    with FileLock(kept.with_suffix(".lock")):
+        if not kept.exists():
+            kept.write_text(json.dumps(make()), encoding="utf-8")
+    return json.loads(kept.read_text(encoding="utf-8"))
 
 
 def run_ranks(body: str, processes: int = 2, timeout: float = 240.0) -> list[str]:

@@ -62,13 +62,13 @@ def has_layout(family: str, layout: dict[str, int]) -> bool:
     return family != "llama" or "ep_size" not in layout
 
 
-def report_cases(folder: str, processes: int) -> None:
-    """Print a line of JSON for each family and layout."""
+def report_cases(folder: str, processes: int, families: list[str]) -> None:
+    """Print a line of JSON for each of ``families`` and layout."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     rank = torch.distributed.get_rank()
-    for family, extra in FAMILIES.items():
-        whole = build(family, **extra)
+    for family in families:
+        whole = build(family, **FAMILIES[family])
         weights = Path(folder) / family
         if rank == 0:
             whole.save_pretrained(weights)

@@ -62,6 +62,7 @@ def test_without_cann_the_message_says_what_to_install(install_torch_npu):
         detect()
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("command", [("verify", "veomni-npu"), ("plan", "job.yaml")])
 def test_without_cann_commands_say_so_before_they_import_torch(install_torch_npu, tmp_path, command):
     install_torch_npu(f"raise ImportError({MISSING_LIBRARY!r})")

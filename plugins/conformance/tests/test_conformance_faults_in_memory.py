@@ -242,6 +242,7 @@ BEYOND_A_TILE = [
 ]
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("kernel, words, options", BEYOND_A_TILE, ids=[fault[0].__name__ for fault in BEYOND_A_TILE])
 def test_a_fault_beyond_one_tile_is_caught_on_a_cpu(kernel, words, options):
     assert_caught(kernel, words, largest=Size.BEYOND_A_TILE, **options)

@@ -208,6 +208,7 @@ def changes_state(gate, up):
     return _changing["forward"](gate, up)
 
 
+@pytest.mark.thorough(one_per=["in_backward"])
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("state", STATES)
 def test_a_kernel_that_changes_the_process_is_caught(state, in_backward):

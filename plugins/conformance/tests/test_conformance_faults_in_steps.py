@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from planted_faults import SwiGLU, assert_caught, derivatives, failures_of, right
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from veomni_ops import rms_norm
+from veomni_ops import attention, causal_conv1d, rms_norm
 
 _last, _workspace, _results, _gradients, _by_id, _by_address, _by_shape, _held = {}, {}, {}, {}, {}, {}, {}, []
 _queue = []
@@ -232,6 +234,24 @@ def cached_scales_without_a_weight(x, weight, eps):
     return rms_norm.unweighted(x, None, eps)
 
 
+def _kept_of(tensor):
+    """The values that this tensor had when it was first given; its address may be another's later."""
+    kept = _by_id.get(id(tensor))
+    if kept is None or kept[0]() is not tensor:
+        kept = _by_id[id(tensor)] = (weakref.ref(tensor), tensor.clone())
+    return kept[1]
+
+
+def boundaries_by_identity(x, weight, bias=None, activation=None, seq_idx=None):
+    seq_idx = None if seq_idx is None else _kept_of(seq_idx)
+    return causal_conv1d.standard(x, weight, bias, activation, seq_idx)
+
+
+def padding_by_identity(module, query, key, value, attention_mask, **options):
+    attention_mask = None if attention_mask is None else _kept_of(attention_mask)
+    return attention.standard(module, query, key, value, attention_mask, **options)
+
+
 def keeps_every_input(gate, up):
     _held.append(gate)
     return right(gate, up)
@@ -273,6 +293,18 @@ OF_WEIGHTS = [
 @pytest.mark.parametrize("kernel, words", OF_WEIGHTS, ids=[fault[0].__name__ for fault in OF_WEIGHTS])
 def test_a_fault_in_what_becomes_of_weights_is_caught(kernel, words):
     assert_caught(kernel, words, op="rms_norm", variant="offset")
+
+
+@pytest.mark.thorough(one_per=[])
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [
+        (boundaries_by_identity, {"op": "causal_conv1d"}),
+        (padding_by_identity, {"op": "attention", "features": ("padding_mask",)}),
+    ],
+)
+def test_integers_and_masks_that_are_kept_by_their_tensor_are_caught(kernel, options):
+    assert_caught(kernel, "integers too, the result", **options)
 
 
 def test_a_cache_that_only_calls_without_gradients_read_is_caught():

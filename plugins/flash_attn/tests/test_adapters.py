@@ -37,6 +37,7 @@ def kernel(request):
     return module.standard
 
 
+@pytest.mark.thorough(one_per=["kernel"])
 @without_gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_each_adapter_computes_what_it_declares_and_refuses_the_rest(kernel, dtype, every_form):

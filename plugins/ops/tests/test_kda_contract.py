@@ -79,6 +79,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("kernel", FAULTS, ids=lambda kernel: kernel.__name__)
 def test_the_contract_catches(kernel):
     assert_caught(kernel, FAULTS[kernel], op=OP)

@@ -436,7 +436,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.thorough(one_per=["op"])
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(
     "op, kernel, words, options",
     [pytest.param(options["op"], kernel, words, options, id=kernel.__name__) for kernel, words, options in FAULTS],

@@ -197,6 +197,7 @@ def test_functions_that_a_forward_names_are_timed_by_themselves():
     assert timed["rms_norm_gated"] == "Qwen3NextRMSNormGated at model.layers.0.linear_attn.norm"
 
 
+@pytest.mark.thorough
 def test_what_is_timed_is_the_op_and_little_else():
     registry = certified_torch()
     model = build("qwen3_moe")

@@ -141,6 +141,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(("model_type", "kind", "method"), CASES)
 def test_a_job_on_media_has_the_losses_of_a_trainer_by_hand(
     job_data: dict[str, Any],

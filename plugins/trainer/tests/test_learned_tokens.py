@@ -48,9 +48,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("moe", "stream", "packed"))]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["llama", "moe", "stream", "packed"])
 def test_two_processes_learn_each_token_as_one_does(jobs: Jobs, kind: str) -> None:
     model = kind if kind == "moe" else "llama"
     data = (f"data.files={jobs.root / 'pairs.jsonl'}", "train.batch_size=1")

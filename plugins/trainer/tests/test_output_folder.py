@@ -125,6 +125,7 @@ def test_a_disk_that_fills_up_leaves_earlier_checkpoints_whole(
     assert len(losses(run)) == 4
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize(
     ("writer", "error", "says"),
     [

@@ -115,6 +115,7 @@ TEXTS = st.lists(
 )
 
 
+@pytest.mark.thorough(one_per=[])
 @pytest.mark.parametrize("write", TABLES)
 @settings(max_examples=25, deadline=None)
 @given(texts=TEXTS)

@@ -63,7 +63,7 @@ class _Backend:
 @pytest.mark.parametrize(
     ("family", "settings", "length", "masked"),
     [
-        ("llama", {}, 12, [False, False]),
+        pytest.param("llama", {}, 12, [False, False], marks=pytest.mark.thorough),
         pytest.param("smollm3", {}, 12, [False, False], marks=pytest.mark.thorough),
         # A window of one layer of two that hides keys, and that hides none.
         ("qwen2", _WINDOW, 12, [False, True]),

@@ -127,6 +127,7 @@ def test_a_training_step_exports():
     torch.testing.assert_close(exported.module()(input_ids=ids, labels=ids, use_cache=False).loss, step(model)[0])
 
 
+@pytest.mark.thorough(one_per=["compiled"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("setting", ["deferred", "computed", "none"])
 def test_training_logits_are_what_the_config_says(setting, compiled):

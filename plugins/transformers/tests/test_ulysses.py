@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Callable
 
 import pytest
@@ -19,7 +18,7 @@ import ulysses_pieces
 import ulysses_refusals
 from ulysses_ranks import CHECKS
 
-from distributed import run_ranks
+from distributed import once_for_all_workers, run_ranks
 from veomni_core.errors import HostError
 from veomni_transformers.sequence import apply_ulysses
 from veomni_transformers.sequence.recurrence import _after, _joined
@@ -53,12 +52,13 @@ FEW = (
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> Callable[[int, str], dict[str, str]]:
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int, str], dict[str, str]]:
     """What each selected check of a module found on so many processes, from one start of them for all of it."""
     items = [item for item in request.session.items if getattr(item, "function", None) is test_on_several_processes]
 
-    @functools.cache
-    def outcomes_on(processes: int, module: str) -> dict[str, str]:
+    def run(processes: int, module: str) -> dict[str, str]:
         selected = [item.callspec.params for item in items]
         names = [each["name"] for each in selected if each["processes"] == processes]
         names = [name for name in names if CHECKS[name].__module__ == module]
@@ -67,6 +67,9 @@ def outcomes(request: pytest.FixtureRequest) -> Callable[[int, str], dict[str, s
         except AssertionError as error:  # kept: the next test would wait for the same
             return dict.fromkeys(names, f"{error}")
         return dict(ast.literal_eval(line) for line in outputs[0].splitlines() if line.startswith("("))
+
+    def outcomes_on(processes: int, module: str) -> dict[str, str]:
+        return once_for_all_workers(tmp_path_factory, f"{module}_{processes}", lambda: run(processes, module))
 
     return outcomes_on
 

@@ -20,6 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAMPLES = {} if DEVICE == "cuda" else {"largest": Size.SMALL, "every_form": False}
 
 
+@pytest.mark.thorough(one_per=["spec"])
 @pytest.mark.parametrize("spec, dtype", CASES)
 def test_conformance(spec, dtype):
     check_kernel(spec, DEVICE, dtype, **SAMPLES).raise_if_failed()

@@ -31,7 +31,7 @@ from veomni_conformance.generated_samples import MISSING, check_generated_sample
 from veomni_conformance.gradients_in_use import check_gradients_in_use
 from veomni_conformance.huge_calls import asks_for_huge_calls, check_huge_calls
 from veomni_conformance.kernel_options import check_options
-from veomni_conformance.later_steps import check_later_steps
+from veomni_conformance.later_steps import check_later_steps, check_other_integers
 from veomni_conformance.memory_layouts import check_memory_layouts
 from veomni_conformance.mixed_dtypes import check_autocast, check_mixed_dtypes
 from veomni_conformance.modes import check_modes
@@ -199,6 +199,7 @@ def _cases(
 def _of_the_kernel(subject: Subject, computed: list[Position], every_form: bool) -> Iterator[CaseResult]:
     """What is asked once of a kernel that passed every sample."""
     before = ProcessState()
+    yield CaseResult("the next batch", tuple(check_other_integers(subject, computed)))
     yield CaseResult("custom operators", tuple(check_custom_operators(subject, computed[0])))
     if subject.spec.fullgraph:
         yield CaseResult("compiled", tuple(check_compiled_calls(subject, computed[0])))

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from veomni_conformance.comparison import same
-from veomni_conformance.sample_tensors import overwrite
-from veomni_conformance.situations import reveal
+from veomni_conformance.sample_tensors import map_tensors, overwrite
+from veomni_conformance.situations import first_of, reveal
 from veomni_conformance.subject import Outcome, Position, Subject
-from veomni_ops.contract import Sample
+from veomni_ops.contract import Sample, Size
 
 _RECYCLED = 3
 _Run = Callable[[Sample], Outcome]
@@ -40,6 +40,39 @@ def check_later_steps(subject: Subject, position: Position) -> Iterator[str]:
             lambda r=run: _kept_results(subject, position, r),  # type: ignore[misc]
         )
     yield from reveal("once its results and gradients were freed", lambda: _kept_alive(subject, position))
+
+
+def check_other_integers(subject: Subject, positions: list[Position]) -> Iterator[str]:
+    """Call on the same tensors with the next batch's integers too, as a loader writes into buffers that it keeps."""
+    yield from first_of(
+        sentence
+        for position, following in _of_equal_shapes(subject, positions)
+        for sentence in reveal(
+            f"where the inputs of {subject.sample(position).name!r} were written over with those of "
+            f"{subject.sample(following).name!r}, integers too",
+            lambda p=position, f=following: _next_batch(subject, p, f),  # type: ignore[misc]
+        )
+    )
+
+
+def _of_equal_shapes(subject: Subject, positions: list[Position]) -> Iterator[tuple[Position, Position]]:
+    """Pairs of small calls that differ in the values of their tensors alone, those of integers among them."""
+    first: dict[str, tuple[Position, list[Tensor]]] = {}
+    for position in positions:
+        sample = subject.sample(position)
+        if position.size is Size.SMALL:
+            integers = [tensor for tensor in subject.inputs(sample).values() if not tensor.is_floating_point()]
+            shapes = map_tensors(sample, lambda tensor: tensor.detach().to("meta").requires_grad_(tensor.requires_grad))
+            before = first.setdefault(f"{shapes.args} {sorted(shapes.kwargs.items())}", (position, integers))
+            if not all(map(torch.equal, integers, before[1])):
+                yield before[0], position
+
+
+def _next_batch(subject: Subject, position: Position, following: Position) -> str | None:
+    sample = subject.draw(position)
+    subject.outcome(sample)
+    found = subject.outcome(overwrite(sample, subject.draw(following)))
+    return subject.problem(found, subject.exact(following))
 
 
 def _validate(subject: Subject) -> _Run:

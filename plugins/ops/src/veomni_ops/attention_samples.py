@@ -443,6 +443,11 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield edge("query sinks and a mask", *dense, "query_sinks", mask=some[:, :1], shape=square, sinks=of_queries)
     of_queries = leaf(draw.normal(2, 4, 12, 1))
     yield edge("query sinks and a window", *window, "query_sinks", sliding_window=5, shape=square, sinks=of_queries)
+    # As earlier ones, but for what is seen: a kernel may keep what it made of a mask or of lengths.
+    yield edge("the next batch's mask", *dense, mask=some[:, 1:2], shape=square)
+    yield edge("the next batch's padding", *padding, mask=padded(9, 12), shape=square, is_causal=False)
+    bounds = _packed(torch.tensor([1, 9, 0, 4, 6, 1], device=device))
+    yield edge("the next batch's sequences", "packed", shape=along, is_causal=False, **bounds)
 
 
 _ALIKE_OPTIONS = {"scaling", "softcap", "s_aux", "sliding_window", "is_causal"}

@@ -280,6 +280,7 @@ def _edges(problems: _Problems) -> Iterator[Sample]:
     x, dt, A, B, _ = problems.call(1, 12)
     x, dt, B = map(alone, (x, dt, B))
     yield edge("reads what it writes", (x, dt, A, B, B))
+    yield edge("packed, of 1, 3, 14, 2", problems.call(1, 20), seq_idx=problems.packed([1, 3, 14, 2]))
 
 
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -239,6 +239,7 @@ def _edges(problems: _Problems) -> Iterator[Sample]:
     x, dt, *others = problems.call(1, 12)
     call, packed = (x, leaf(dt.detach().sigmoid() + 2.0), *others), problems.packed([5, 7])
     yield edge("packed, time steps as they come, and a bias", call, dt_softplus=False, seq_idx=packed)
+    yield edge("packed, of 1, 3, 14, 2", problems.call(1, 20), seq_idx=problems.packed([1, 3, 14, 2]))
 
 
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
