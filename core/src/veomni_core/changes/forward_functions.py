@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Hashable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -59,20 +59,15 @@ def names_in(function: Function) -> set[str]:
 
 def only_reads(function: Function, name: str) -> bool:
     """Whether ``function`` names the attribute ``name`` only to read attributes of it: ``self.norm.weight``."""
-    uses = []
-    for layer in layers(function):
-        for code in _codes(layer.__code__):
-            for one, following in pairwise(dis.get_instructions(code)):
-                if one.argval == name:
-                    uses.append(following.opname == "LOAD_ATTR" and following.argval not in ("forward", "__call__"))
-    return bool(uses) and all(uses)
+    codes = (code for layer in layers(function) for code in _codes(layer.__code__))
+    pairs = (pair for code in codes for pair in pairwise(dis.get_instructions(code)))
+    uses = [(after.opname, after.argval) for one, after in pairs if one.argval == name]
+    return bool(uses) and all(op == "LOAD_ATTR" and read not in ("forward", "__call__") for op, read in uses)
 
 
 def modules_held(function: Function) -> Iterator[nn.Module]:
     """The modules that ``function`` references: in its closure, as ``__self__``, or as a default argument."""
-    for value in _held(function, 0):
-        if isinstance(value, nn.Module):
-            yield value
+    yield from (value for value in _held(function, 0) if isinstance(value, nn.Module))
 
 
 def captures(module: nn.Module, function: Function) -> bool:
@@ -154,8 +149,12 @@ def _equivalence(function: Function, depth: int) -> Hashable:
 
 def _used_globals(function: FunctionType) -> tuple[Any, ...]:
     namespace = function.__globals__
-    names = {name for code in _codes(function.__code__) for name in code.co_names if name in namespace}
-    return tuple((name, id(namespace[name])) for name in sorted(names))
+    return tuple((name, id(namespace[name])) for name in _names_of(function.__code__) if name in namespace)
+
+
+@lru_cache(maxsize=512)
+def _names_of(code: CodeType) -> list[str]:
+    return sorted({name for each in _codes(code) for name in each.co_names})
 
 
 def _value(contents: Any, depth: int) -> Hashable:

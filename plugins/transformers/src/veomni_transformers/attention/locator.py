@@ -25,7 +25,7 @@ from veomni_transformers.engine.engine_layout import EngineLayout
 from veomni_transformers.engine.sharding import ModelSharding
 from veomni_transformers.forwards.like_eager import refusing_boolean_masks
 from veomni_transformers.proving import probe
-from veomni_transformers.proving.code_read import Places, ReadsForward, code_of
+from veomni_transformers.proving.code_read import Places, ReadsForward, code_of, module_at
 from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
 from veomni_transformers.proving.proof import Proof
 
@@ -54,8 +54,8 @@ class AttentionInterface(ReadsForward):
             while path:
                 path = path.rpartition(".")[0]
                 paths[path] = None
-        code = (code for path in paths for code in code_of(model.get_submodule(path)))
-        return self._places(code, interface_entries(interface_of(model.get_submodule(site.path))))
+        code = (code for path in paths for code in code_of(module_at(model, path)))
+        return self._places(code, interface_entries(interface_of(module_at(model, site.path))))
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         declared = bool(spec.mask) or any(feature in spec.features for feature in MASK_FEATURES.values())
@@ -64,7 +64,7 @@ class AttentionInterface(ReadsForward):
                 f"{spec} declares no kind of masks, so it is given those of sdpa, and {why}. Declare the feature "
                 f"{MASK_FEATURES['sdpa']!r} in its KernelSpec, so that planning refuses it, or the kind that it takes"
             )
-        replaces_eager = is_eager(interface_of(model.get_submodule(site.path)))
+        replaces_eager = is_eager(interface_of(module_at(model, site.path)))
         interface = registered(model, kernel, spec, replaces_eager)
         yield from _kernel_changes(model, site.path, interface)
         built_by = builder_of(interface) if isinstance(interface, str) else interface.mask
@@ -74,7 +74,7 @@ class AttentionInterface(ReadsForward):
 
     def situations(self, model: nn.Module, site: Site, spec: KernelSpec) -> Iterable[tuple[str, Callable[[Any], Any]]]:
         """Caches, and padding to the left."""
-        return situations(model.get_submodule(site.path), at_padding=not site.left_out_of(spec))
+        return situations(module_at(model, site.path), at_padding=not site.left_out_of(spec))
 
     def install_eager(self, model: nn.Module, site: Site) -> Iterable[Change]:
         return config_changes(model, site.path, EAGER)
@@ -84,8 +84,8 @@ def _kernel_changes(model: nn.Module, path: str, interface: RegisteredInterface 
     if isinstance(interface, str):
         yield from config_changes(model, path, interface)
         return
-    modules = [(reader, model.get_submodule(reader)) for reader in readers_by_owner(model)[path]]
-    known = known_name(interface_of(model.get_submodule(path)), interface.mask)
+    modules = [(reader, module_at(model, reader)) for reader in readers_by_owner(model)[path]]
+    known = known_name(interface_of(module_at(model, path)), interface.mask)
     if known and all(can_look_up(module) for _, module in modules):
         yield from config_changes(model, path, known, own=True)
         yield from lookup_changes(modules, known, interface.function)
@@ -96,19 +96,19 @@ def _kernel_changes(model: nn.Module, path: str, interface: RegisteredInterface 
 
 def attention_function(model: nn.Module, path: str) -> Kernel | None:
     """The function that the attention modules of the config at ``path`` run; ``None`` for their own eager one."""
-    return looked_up(model.get_submodule(readers_by_owner(model)[path][0]))
+    return looked_up(module_at(model, readers_by_owner(model)[path][0]))
 
 
 def _site(model: nn.Module, owner: str, paths: list[str], rule: str, proof: Proof) -> Site:
-    modules: list[Any] = [model.get_submodule(path) for path in paths]
+    modules: list[Any] = [module_at(model, path) for path in paths]
     needs = dict.fromkeys((*_needs(model, paths), *proof.needs))
     return replace(proof, needs=tuple(needs)).site(
         "attention",
         owner,
         rule,
         # Some attention modules have no weights of their own: what they are given comes from their model's.
-        dtype=next(filter(None, map(probe.parameter_dtype, [*modules, model.get_submodule(owner), model])), None),
-        own=interface_of(model.get_submodule(owner)),
+        dtype=next(filter(None, map(probe.parameter_dtype, [*modules, module_at(model, owner), model])), None),
+        own=interface_of(module_at(model, owner)),
         sizes={name: tuple(proof.detail.get(name, ())) for name in ("head_dim", "value_head_dim")},
     )
 
@@ -141,7 +141,7 @@ def _looks_up(forward: Any) -> bool:
 
 def _needs(model: nn.Module, paths: list[str]) -> Iterator[str]:
     """The features that these modules need from a kernel in every call, as far as configs and parameters show."""
-    modules: list[Any] = [model.get_submodule(path) for path in paths]
+    modules: list[Any] = [module_at(model, path) for path in paths]
     if any(getattr(module.config, "attn_logit_softcapping", None) for module in modules):
         yield "softcap"
     if any("sinks" in dict(module.named_parameters(recurse=False)) for module in modules):

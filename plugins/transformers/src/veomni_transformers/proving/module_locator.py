@@ -14,7 +14,7 @@ from veomni_core.errors import SpecError
 from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
 from veomni_transformers.proving import probe
-from veomni_transformers.proving.code_read import Places, ReadsForward, code_of
+from veomni_transformers.proving.code_read import Places, ReadsForward, code_of, module_at
 from veomni_transformers.proving.code_reading import Readings, bypassed
 from veomni_transformers.proving.proof import Proof, ProvenOnce
 
@@ -81,7 +81,7 @@ class ModuleLocator(ReadsForward, ABC):
         return ()
 
     def code_read(self, model: nn.Module, site: Site) -> Places:
-        module = model.get_submodule(site.path)
+        module = module_at(model, site.path)
         alike = (site.variant, *code_of(module), *module._modules, *map(tuple, map(code_of, module.children())))
         known: dict[Hashable, Places] = vars(self).setdefault("_read_of_alike", {})
         if alike not in known:

@@ -15,7 +15,7 @@ from veomni_core.sites.site import Kernel, Site
 from veomni_transformers.engine.engine_layout import EngineLayout
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.called_functions import Caller, callers, replaced
-from veomni_transformers.proving.code_read import Places, ReadsForward, code_of
+from veomni_transformers.proving.code_read import Places, ReadsForward, code_of, module_at
 from veomni_transformers.proving.proof import Proof
 from veomni_transformers.rotary import embeddings, trace
 from veomni_transformers.rotary.arguments import kernel_for
@@ -44,11 +44,11 @@ class RotaryFunctions(ReadsForward):
     def code_read(self, model: nn.Module, site: Site) -> Places:
         if (read := vars(self).get("_embeddings")) is None:  # a locator installs in one model
             read = vars(self)["_embeddings"] = [code for each in embeddings.all_of(model) for code in code_of(each)]
-        return self._places((*code_of(model.get_submodule(site.path)), *read))
+        return self._places((*code_of(module_at(model, site.path)), *read))
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         kernel = kernel_for(kernel, site.detail.get("angles", ""))
-        return replaced(model.get_submodule(site.path), site.detail["function"], kernel)
+        return replaced(module_at(model, site.path), site.detail["function"], kernel)
 
 
 def _proven(caller: Caller, positions: tuple[Any, ...], proofs: RotaryProofs) -> Iterator[tuple[str, Proof]]:
