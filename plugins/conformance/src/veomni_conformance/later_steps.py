@@ -71,8 +71,7 @@ def _of_equal_shapes(subject: Subject, positions: list[Position]) -> Iterator[tu
 def _next_batch(subject: Subject, position: Position, following: Position) -> str | None:
     sample = subject.draw(position)
     subject.outcome(sample)
-    found = subject.outcome(overwrite(sample, subject.draw(following)))
-    return subject.problem(found, subject.exact(following))
+    return subject.problem(subject.outcome(overwrite(sample, subject.draw(following))), subject.exact(following))
 
 
 def _validate(subject: Subject) -> _Run:

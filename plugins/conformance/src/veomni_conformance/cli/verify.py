@@ -70,7 +70,8 @@ def verify(
         str | None, typer.Option(help="Only kernels of this name, or op/variant:name.", autocompletion=complete_kernel)
     ] = None,
     op: Annotated[
-        str | None, typer.Option(help="Only kernels of this op, or of this config field.", autocompletion=complete_op)
+        list[str] | None,
+        typer.Option(help="Only kernels of this op, or config field. Repeatable.", autocompletion=complete_op),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help=f"Only this dtype: {', '.join(DTYPES)}.", autocompletion=complete_dtype)
@@ -149,13 +150,13 @@ def verify(
             check_device(registry, device)
         hardware, where = device_here(registry.detect_hardware(), device, "--device")
         name = where
-    wanted = find_op(registry, op).name if op else None
+    ops = {find_op(registry, each).name for each in op or ()}
     dtypes = (dtype,) if dtype else ()
     cases = [
         (owner, case)
         for owner in records
         for case in cases_in(CheckRequest(owner.name, dtypes=dtypes), owner, registry, hardware, where)
-        if wanted in (None, case.spec.op_name) and kernel in (None, case.spec.name, str(case.spec))
+        if (not ops or case.spec.op_name in ops) and kernel in (None, case.spec.name, str(case.spec))
     ]
     cases = configured(cases, option or ())
     if not (slow or kernel or compile_for):
@@ -180,7 +181,7 @@ def verify(
             passed += keep_results(of_it if launch is None else failures(of_it), owner, hardware, specs)
         if certify is not None:
             write_certificates(certify, passed)
-    nothing = _why_nothing_ran(rows, kernel, op, dtype, [str(spec) for record in records for spec in record.kernels])
+    nothing = _why_nothing(rows, kernel, ", ".join(op or ()), dtype, records)
     plugins = ", ".join(map(str, records))
     if json:
         print_json(
@@ -357,7 +358,7 @@ def keep_results(
     return passed
 
 
-def _why_nothing_ran(rows: list[Row], kernel: str | None, op: str | None, dtype: str | None, known: list[str]) -> str:
+def _why_nothing(rows: list[Row], kernel: str | None, ops: str, dtype: str | None, records: list[PluginRecord]) -> str:
     if any(row.result not in (SKIPPED, EXPECTED) for row in rows):
         return ""
     if rows and all(row.result == SKIPPED for row in rows) and any(row.detail == (_CERTIFIED,) for row in rows):
@@ -365,6 +366,7 @@ def _why_nothing_ran(rows: list[Row], kernel: str | None, op: str | None, dtype:
     if rows:
         expected = any(row.result == EXPECTED for row in rows)
         return "every kernel was skipped" + expected * ", or failed where it was wrong before"
-    given = ("kernel", kernel), ("op", op), ("dtype", dtype)
+    given = ("kernel", kernel), ("op", ops), ("dtype", dtype)
     asked = " ".join(f"--{name} {value}" for name, value in given if value)
-    return f"no kernel matches {asked}; the plugin has {', '.join(known)}" if asked else "the plugin has no kernels"
+    known = ", ".join(str(spec) for record in records for spec in record.kernels)
+    return f"no kernel matches {asked}; the plugin has {known}" if asked else "the plugin has no kernels"
