@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 # Before torch counts the cores: threads wait for one another on tiny tensors, and the more so beside other workers. A
 # file of contracts took twelve times as many CPU seconds with two threads on two busy cores.
@@ -90,9 +91,13 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def every_form(request: pytest.FixtureRequest) -> bool:
-    """For ``check_kernel``: whether one sample of each form goes through the situations of training, or one in all."""
-    return request.config.getoption("suite", default="all") != "test"
+def extent(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """For ``check_kernel``: ``make test`` takes small samples, and one of all forms in the situations of training."""
+    if request.config.getoption("suite", default="all") != "test":
+        return {}
+    from veomni_ops.contract import Size
+
+    return {"largest": Size.SMALL, "every_form": False}
 
 
 _SIMULATED = pytest.param("simulated", marks=pytest.mark.npu_simulated)

@@ -15,8 +15,8 @@ CASES = [pytest.param(spec, dtype, id=f"{spec}-{dtype}") for spec in veomni_kern
 
 @pytest.mark.thorough(one_per=["npu", "spec"])
 @pytest.mark.parametrize("spec, dtype", CASES)
-def test_conformance(npu, spec, dtype, every_form):
-    check_kernel(spec, npu, dtype, largest=Size.BEYOND_A_TILE, every_form=every_form).raise_if_failed()
+def test_conformance(npu, spec, dtype, extent):
+    check_kernel(spec, npu, dtype, **{"largest": Size.BEYOND_A_TILE, **extent}).raise_if_failed()
 
 
 def _leaf(device, *shape):

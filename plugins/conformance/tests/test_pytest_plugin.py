@@ -109,7 +109,7 @@ def test_attributes_choose_what_is_checked(run_pytest, acme):
     assert text.count("test_kernel[") == 1 and f"test_kernel[{RIGHT}-float32]" in text
 
 
-@pytest.mark.thorough(one_per=[])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "attributes, message",
     [

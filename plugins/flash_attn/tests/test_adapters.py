@@ -40,13 +40,14 @@ def kernel(request):
 @pytest.mark.thorough(one_per=["kernel"])
 @without_gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_each_adapter_computes_what_it_declares_and_refuses_the_rest(kernel, dtype, every_form):
+def test_each_adapter_computes_what_it_declares_and_refuses_the_rest(kernel, dtype, extent):
     name = kernel.__module__.rpartition(".")[2]
-    report = check_kernel(SPECS[name], "cpu", dtype, every_form=every_form)
+    report = check_kernel(SPECS[name], "cpu", dtype, **extent)
     report.raise_if_failed()
     refused = {case.sample for case in report.cases if case.sample.endswith("(refused)")}
     contract = CONTRACTS["standard"]
-    samples = [each for draw in (contract.samples, contract.beyond_a_tile) for each in draw(CPU, getattr(torch, dtype))]
+    draws = (contract.samples, *([] if extent else [contract.beyond_a_tile]))
+    samples = [each for draw in draws for each in draw(CPU, getattr(torch, dtype))]
     samples = [each for each in samples if each.is_for(SPECS[name].features)]
     beyond = {each.name for each in samples if not {*each.needs} <= COMPUTED | OWN.get(name, set())}
     beyond |= {"heads of 256"} if name == "flash_attention_4" else set()

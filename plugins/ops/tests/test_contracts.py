@@ -60,9 +60,9 @@ def as_kernel(contract, device="cpu"):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op, variant", VARIANTS)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_each_reference_passes_its_own_contract(device, op, variant, dtype, every_form):
+def test_each_reference_passes_its_own_contract(device, op, variant, dtype, extent):
     spec = as_kernel(contract_for(op, variant), device)
-    report = check_kernel(spec, device, dtype, every_form=every_form)
+    report = check_kernel(spec, device, dtype, **extent)
     report.raise_if_failed()
     assert len(report.cases) >= 3
     exact = not any(each.element for each in contract_for(op, variant).gradients.values())  # its results are integers

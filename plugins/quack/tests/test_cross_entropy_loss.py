@@ -35,8 +35,8 @@ def gradients(loss, arguments):
 
 
 @pytest.mark.parametrize("dtype", PLAIN.dtypes)
-def test_the_composition_conforms(dtype, every_form):
-    check_kernel(PLAIN, "cpu", dtype, every_form=every_form).raise_if_failed()
+def test_the_composition_conforms(dtype, extent):
+    check_kernel(PLAIN, "cpu", dtype, **extent).raise_if_failed()
 
 
 @settings(max_examples=25, deadline=None)

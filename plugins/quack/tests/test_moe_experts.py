@@ -79,8 +79,8 @@ PLAIN = KernelSpec(
 )
 
 
-def test_the_composition_conforms(every_form):
-    check_kernel(PLAIN, "cpu", "float32", every_form=every_form).raise_if_failed()
+def test_the_composition_conforms(extent):
+    check_kernel(PLAIN, "cpu", "float32", **extent).raise_if_failed()
 
 
 @settings(max_examples=25, deadline=None)

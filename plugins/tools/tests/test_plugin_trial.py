@@ -46,6 +46,7 @@ def test_plugins_that_end_or_hold_the_process_are_named_and_others_live(
     assert any(each.startswith("acme-aborts 1.0: it ended the process") for each in planned["failed_rules"])
 
 
+@pytest.mark.thorough
 def test_what_plugins_print_when_they_are_called_is_no_part_of_json(
     install: Callable[..., str], veomni: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -30,8 +30,8 @@ ON_A_GPU = [each for each in CASES if each.values[0].name != "fixed_order"]
 
 @pytest.mark.thorough(one_per=["spec"])
 @pytest.mark.parametrize("spec, dtype", CASES)
-def test_conformance(spec, dtype, every_form):
-    check_kernel(spec, "cpu", dtype, every_form=every_form).raise_if_failed()
+def test_conformance(spec, dtype, extent):
+    check_kernel(spec, "cpu", dtype, **extent).raise_if_failed()
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,7 @@ def test_videos_are_learned_and_answered_about(
         assert answer("chat", run / "model", *words)["text"] == colour
 
 
+@pytest.mark.thorough
 def test_other_processes_make_the_batches_of_a_run_and_name_a_file_that_changed(
     pictures: dict[str, Any],
     train: Train,

@@ -198,6 +198,7 @@ def test_a_run_does_not_go_on_with_other_tokens(here: Path, go: Go, method: str,
             start(load_job(here / f"{method}.yaml", changes), resume=True)
 
 
+@pytest.mark.thorough
 def test_each_row_is_compared_before_a_run_goes_on(here: Path, go: Go) -> None:
     rows = "".join(f'{{"text": "text {number}", "label": "{number % 2}"}}\n' for number in range(130))
     (here / "rows.jsonl").write_text(rows, encoding="utf-8")
