@@ -3,7 +3,7 @@
 CPU time (user and system) of the tests and of the processes that they start; wall time would depend on what else the
 machine does. CPU time depends on it too, less: where cores are shared with other machines, the same tests took twice as
 many CPU seconds. So the budget grows with the time that a fixed loop takes meanwhile. The loop runs every few seconds:
-a shared core may be twice as fast a minute later. Measured at the ends alone, it was 1.57 once and 1.03 once.
+a shared core may be twice as fast a minute later.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 HALF_AND_FULL = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 DEAR = ("exchanged", "native_sparse")
 VARIANTS = [
-    # Token dispatch starts four processes, and native sparse attention takes as long as all norms and rotations: make
-    # test has them of kernels.
+    # Token dispatch starts four processes, and native sparse attention takes longest of all others. make test checks
+    # kernels of both.
     pytest.param(op, variant, id=f"{op.name}/{variant}", marks=[pytest.mark.thorough] * (variant in DEAR))
     for op in OPS
     for variant in op.variants

@@ -59,8 +59,7 @@ def modules_of(plugin: PluginRecord) -> Iterator[str]:
 def hashes_elsewhere(plugin: PluginRecord) -> dict[str, str]:
     """One SHA-256 for each package or module, by its name, that :func:`modules_of` has beside the entry point's own."""
     roots = {_root_of(module) for module in modules_of(plugin)} - {_root_of(plugin.module)}
-    files = {root: _files_of_module(root) for root in sorted(roots)}
-    return {root: combined({path: _sha256(file) for path, file in each.items()}) for root, each in files.items()}
+    return {root: combined({path: _sha256(file) for path, file in _files_of_module(root).items()}) for root in roots}
 
 
 def combined(hashes: dict[str, str]) -> str:

@@ -29,7 +29,7 @@ from veomni_transformers.engine.engine_layout import EngineLayout
 from veomni_transformers.forwards.delta_rule_call import delta_rule_call
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.called_functions import callers, replaced
-from veomni_transformers.proving.code_read import ReadsForward
+from veomni_transformers.proving.code_read import ReadsForward, module_at
 from veomni_transformers.proving.code_reading import set_on_instance
 from veomni_transformers.proving.functions import code_layers, current_forward
 from veomni_transformers.proving.package_functions import chosen
@@ -107,7 +107,7 @@ class DeltaRules(ReadsForward):
         return replace(site, sizes={name: size for name, size in site.sizes.items() if name not in _HEADS})
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
-        module, call = model.get_submodule(site.path), delta_rule_call(kernel)
+        module, call = module_at(model, site.path), delta_rule_call(kernel)
         if "attribute" in site.detail:
             return [PropertyChange(module, site.detail["attribute"], call)]
         names = [

@@ -18,6 +18,7 @@ from veomni_transformers.forwards.signatures import why_not_callable, with_own_s
 from veomni_transformers.norms.proof import Case, Inputs, eps_of, prove_norm
 from veomni_transformers.norms.rms_norm import NormModules
 from veomni_transformers.proving import probe
+from veomni_transformers.proving.code_read import module_at
 from veomni_transformers.proving.code_reading import Reading, guarded_names, unseen_changes
 from veomni_transformers.proving.proof import Proof
 
@@ -63,7 +64,7 @@ class GatedNormModules(NormModules):
         return _prove(module, self.readings.of(module), self.contracts)
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
-        module = model.get_submodule(site.path)
+        module = module_at(model, site.path)
         forward = norms.gated(kernel, site.detail["eps"], site.detail["group_size"])
         guarded = guarded_names(module, self.readings.of(module), _WEIGHTS)
         yield ForwardChange(module, with_own_signature(module, forward), guarded)

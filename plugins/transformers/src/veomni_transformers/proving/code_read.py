@@ -57,7 +57,7 @@ def _places_as_read(roots: tuple[Any, ...]) -> Places:
 
 
 def module_at(model: nn.Module, path: str) -> nn.Module:
-    """As ``model.get_submodule(path)``, in a sixteenth of its time: a bind looks for hundreds of modules."""
+    """As ``model.get_submodule(path)``, without its checks of each step: a bind looks for hundreds of modules."""
     for name in path.split(".") if path else ():
         model = cast(nn.Module, model._modules[name])
     return model
