@@ -125,3 +125,42 @@ def test_padding_before_more_than_a_block_of_keys_changes_no_bits():
     wanted, _ = attention_in_fixed_order.attention(module, *alone, None)
     found, _ = attention_in_fixed_order.attention(module, *padded, causal[None, None])
     assert torch.equal(found[:, 37:], wanted)
+
+
+def as_cudnn(module, query, key, value, mask, **options):
+    """transformers' function with what cuDNN 9.20 computes for hidden rows, half a tile of keys, another layout."""
+    if key.shape[2] % 128 == 64:
+        query = query + 0  # a tensor of its own to hook
+        query.register_hook(lambda gradient: gradient * float("nan"))
+    if not mask.is_floating_point():
+        mask = mask | ~mask.any(dim=-1, keepdim=True)
+    output, weights = SDPA(module, query, key, value, mask, **options)
+    output.register_hook(lambda gradient: gradient if gradient.is_contiguous() else gradient * float("nan"))
+    return output, weights
+
+
+SDPA = veomni_torch.attention.sdpa_attention_forward
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("keys", [64, 128, 192])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_masks_are_computed_where_cudnn_would_not(monkeypatch, keys, heads, added):
+    monkeypatch.setattr(veomni_torch.attention, "_MOVES_16_BYTES", ("cpu",))
+    monkeypatch.setattr(veomni_torch.attention, "sdpa_attention_forward", as_cudnn)
+    draw = torch.Generator().manual_seed(0)
+    parts = [torch.randn(2, count, keys, 16, generator=draw, dtype=torch.bfloat16) for count in (4, 2, 2)]
+    mask = torch.rand(2, heads, keys, keys, generator=draw) > 0.5
+    mask[..., 0], mask[1, :, 3] = True, added
+    upstream = torch.randn(2, keys, 4, 16, generator=draw, dtype=torch.bfloat16)
+    given = [each.clone().requires_grad_() for each in parts]
+    shown = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, float("-inf")) if added else mask
+    found, _ = sdpa(AttentionModule(2), *given, shown)
+    found.backward(upstream)
+    exact = [each.double().requires_grad_() for each in parts]
+    expected, _ = standard(AttentionModule(2), *exact, mask)
+    expected.backward(upstream.double())
+    assert added or not found[1, 3].any()
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.02)
+    for each, reference in zip(given, exact, strict=True):
+        torch.testing.assert_close(each.grad.double(), reference.grad, rtol=0.02, atol=0.05)

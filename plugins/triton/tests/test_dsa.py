@@ -63,6 +63,19 @@ def test_keys_and_queries_get_their_gradients(monkeypatch, weights):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_gradients_of_queries_of_few_keys_don_t_depend_on_what_the_output_was_rounded_by():
+    """Keys have much in common here, which a rounded output holds less exactly than what they differ in."""
+    problems = attention._Problems(torch.device(DEVICE), torch.float16)
+    query, keys, *rest = problems.call(1, 6, 4, heads=3, widths=(16, 16), keys=9)
+    keys = (32 + keys.detach()).requires_grad_()
+    output = dsa_attention.standard(query, keys, *rest)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+    (found,) = torch.autograd.grad(output, query, upstream)
+    exact = query.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(attention.standard(exact, keys.double(), *rest), exact, upstream.double())
+    assert (found - wanted).norm() < 0.1 * wanted.norm()
+
+
 def test_a_scale_that_is_not_positive_is_refused():
     problems = attention._Problems(torch.device(DEVICE), torch.float32)
     query, keys, indices, _, value_width = problems.call(1, 5, 3)

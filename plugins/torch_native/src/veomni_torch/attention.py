@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from veomni_core.errors import ConfigError
@@ -19,6 +20,7 @@ from veomni_ops.attention_blocks import TORCH
 
 _MOVES_16_BYTES = ("cuda",)  # device types whose kernels load 16 bytes at once without checking alignment
 _MOST_PAIRS = 2**32  # above it a fused kernel computes a mask row's offset in 32 bits, and wraps (pytorch issue 187227)
+_TILE = 128  # keys that cuDNN's backward reads at once
 _VERY_LOW = -1e3  # beside it float32 holds the logarithm of a sum to 3e-5, which is the share that weights are off by
 # Contains position_bias in the versions of transformers whose T5 passes it.
 _COMPUTED = inspect.signature(sdpa_attention_forward).parameters
@@ -126,10 +128,39 @@ def _on_a_gpu(
                 f"{key.shape[2]} keys; choose flash_attention_2, 3 or 4, or flex_attention"
             )
         mask = _readable_mask(mask, query.dtype)
+    sees = None
+    if mask is not None and query.element_size() == 2:  # what cuDNN computes
+        key, value, mask = _in_whole_tiles(key, value, mask)
+        mask, sees = _with_rows_that_see(mask)
     output = _attended(module, query, key, value, mask, **options)
     if output.requires_grad and not torch.compiler.is_compiling():
         output.register_hook(_readable)
-    return output
+    return output if sees is None else torch.where(sees, output, 0.0)
+
+
+def _in_whole_tiles(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All three with hidden keys behind them where half a tile is left over.
+
+    There, with a mask, cuDNN (which torch takes on Hopper from 2.11 on) gave NaN as gradients of queries of whose
+    logits all are below -88 (pytorch issue 196678).
+    """
+    if key.shape[2] % _TILE != _TILE // 2:
+        return key, value, mask
+    key, value = (F.pad(each, (0, 0, 0, _TILE // 2)) for each in (key, value))
+    return key, value, F.pad(mask, (0, _TILE // 2), value=float("-inf") if mask.is_floating_point() else False)
+
+
+def _with_rows_that_see(mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A boolean mask that shows all keys to queries that would see none; and ``[B, S, 1 or Hq, 1]``, which do see some.
+
+    cuDNN gave numbers to queries without keys, on an H200 (2.11), and gradients through them. What it gives them by the
+    new mask is to be replaced by zeros.
+    """
+    if mask.is_floating_point():
+        return mask, None
+    sees = mask.any(dim=-1, keepdim=True)
+    # Contiguous, since the layout of what it selects from follows it: cuDNN's gradients were wrong in another layout.
+    return mask | ~sees, sees.transpose(1, 2).contiguous()
 
 
 def _attended(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:

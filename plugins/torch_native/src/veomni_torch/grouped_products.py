@@ -1,4 +1,4 @@
-"""Grouped GEMMs: consecutive groups of rows, each multiplied by its own matrix.
+"""Grouped GEMMs: consecutive groups of rows, each multiplied by its own matrix; and a bias for each group.
 
 ``ends[E]``, int32, is the end row of each group; there may be further rows after the last group. With bf16 on CUDA from
 SM80 on, one call multiplies all groups (``torch.nn.functional.grouped_mm``); elsewhere, each group is one ``torch.mm``.
@@ -136,3 +136,42 @@ def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | Non
 
 
 grouped_linear.register_autograd(_linear_gradients, setup_context=_save_linear)
+
+
+@library.custom_op("veomni_torch::grouped_bias", mutates_args=())
+def grouped_bias(bias: Tensor, group: Tensor, ends: Tensor) -> Tensor:
+    """``bias[E, B]`` of each row's ``group[N]``: ``[N, B]``. Its gradient leaves out rows after the last group.
+
+    The gradient adds a group's rows in their order: that of ``F.embedding`` uses atomics on GPUs from torch 2.11 on,
+    where groups are few and large.
+    """
+    return bias[group]
+
+
+@grouped_bias.register_fake
+def _(bias: Tensor, group: Tensor, ends: Tensor) -> Tensor:
+    return bias.new_empty(group.shape[0], bias.shape[1])
+
+
+@library.custom_op("veomni_torch::grouped_sum", mutates_args=())
+def _grouped_sum(rows: Tensor, ends: Tensor) -> Tensor:
+    """The sum of each group of ``rows[N, B]``: ``[E, B]``; zeros for an empty one."""
+    offsets = F.pad(ends.long(), (1, 0))
+    return torch.segment_reduce(rows, "sum", offsets=offsets, axis=0, unsafe=True, initial=0.0)
+
+
+@_grouped_sum.register_fake
+def _(rows: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(ends.shape[0], rows.shape[1])
+
+
+def _save_ends(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[2])
+
+
+@partial(first_derivatives_only, op="moe_experts")
+def _bias_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    return _grouped_sum(dy.contiguous(), *ctx.saved_tensors), None, None
+
+
+grouped_bias.register_autograd(_bias_gradients, setup_context=_save_ends)

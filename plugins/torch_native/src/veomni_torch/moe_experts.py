@@ -13,12 +13,11 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from veomni_core.kernels import autocast_off, product_operands
 from veomni_ops.contract import compute_dtype
 from veomni_torch.clamped_activation import clamped_activation
-from veomni_torch.grouped_products import grouped_linear
+from veomni_torch.grouped_products import grouped_bias, grouped_linear
 from veomni_torch.low_rank import Adapter, adapter_of, low_rank_linear
 from veomni_torch.routes import combine, kept, sorted_routes
 from veomni_torch.standard_experts import standard_experts
@@ -100,12 +99,11 @@ def clamped(
         if lora is not None:
             # In float32: a sum in float16 missed the contract by half, where one expert took all 65 rows.
             product = product.to(compute_dtype(product)) + low_rank_linear(rows, lora, ends)
-        product = torch.where(covered, product, 0.0)
-        if bias is None:
-            return product
-        # A bias's gradient is a sum over its expert's rows: in bfloat16, the sum over 2700 rows was wrong by a quarter.
-        wide = compute_dtype(bias)
-        return product.to(wide) + torch.where(covered, F.embedding(expert, bias.to(wide)), 0.0)
+        if bias is not None:
+            # A bias's gradient sums its expert's rows: in bfloat16, the sum over 2700 rows was wrong by a quarter.
+            wide = compute_dtype(bias)
+            product = product.to(wide) + grouped_bias(bias.to(wide), expert, ends)
+        return torch.where(covered, product, 0.0)
 
     # order // k is the token of each row. With k = 0 there are no rows.
     both = linear(hidden[order // k] if k else hidden[:0], gate_up_proj, gate_up_lora, gate_up_bias)  # [N, 2I]

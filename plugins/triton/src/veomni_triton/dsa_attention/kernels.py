@@ -272,6 +272,9 @@ def logit_gradients_kernel(
     highest_H, sum_H = _load_norms(highest, sums, row, head_H, heads)
     mean_H = tl.load(means + row * heads + head_H, mask=head_H < heads, other=0.0)
     weight_HK = tl.where(is_key_K[None, :], tl.exp2((logit_HK - highest_H[:, None]) * by_two) / sum_H[:, None], 0.0)
+    if tl.num_programs(1) == 1:  # `means` are of the output, which was rounded
+        total_H = tl.sum(weight_HK, 1)  # 1 but for what large logits are rounded by, or 0 without keys
+        mean_H = tl.sum(weight_HK * dweight_HK, 1) / tl.where(total_H == 0.0, 1.0, total_H)
     dlogit_HK = weight_HK * (dweight_HK - mean_H[:, None]) * scaling
     place_HK, inside_HK = _weight_places(head_H, heads, place_K, top_k)
     tl.store(weights + place_HK, weight_HK.to(weights.dtype.element_ty), mask=inside_HK)
