@@ -134,7 +134,8 @@ def _on_a_gpu(
         mask, sees = _with_rows_that_see(mask)
     output = _attended(module, query, key, value, mask, **options)
     if output.requires_grad and not torch.compiler.is_compiling():
-        output.register_hook(_readable)
+        # cuDNN's plan is kept by the inputs' layouts (2.11) and reads any later gradient by the first one's layout.
+        output.register_hook(lambda gradient: _readable(gradient.contiguous()))
     return output if sees is None else torch.where(sees, output, 0.0)
 
 
@@ -159,7 +160,7 @@ def _with_rows_that_see(mask: Tensor) -> tuple[Tensor, Tensor | None]:
     if mask.is_floating_point():
         return mask, None
     sees = mask.any(dim=-1, keepdim=True)
-    # Contiguous, since the layout of what it selects from follows it: cuDNN's gradients were wrong in another layout.
+    # Contiguous, since the layout of what `where` returns follows its condition.
     return mask | ~sees, sees.transpose(1, 2).contiguous()
 
 
