@@ -164,3 +164,33 @@ def test_masks_are_computed_where_cudnn_would_not(monkeypatch, keys, heads, adde
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.02)
     for each, reference in zip(given, exact, strict=True):
         torch.testing.assert_close(each.grad.double(), reference.grad, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 9, 1), (2, 1, 64, 1), (1, 1, 1, 64)])
+def test_masks_of_one_key_or_query_are_for_all(monkeypatch, shape):
+    monkeypatch.setattr(veomni_torch.attention, "_MOVES_16_BYTES", ("cpu",))
+    queries = shape[2] if shape[2] > 1 else 64
+    query, key, value = (torch.randn(2, 2, count, 8, dtype=torch.bfloat16) for count in (queries, 64, 64))
+    mask = torch.rand(shape) > 0.3
+    found, _ = sdpa(AttentionModule(1), query.requires_grad_(), key, value, mask)
+    expected, _ = sdpa(AttentionModule(1), query, key, value, mask.expand(2, 1, queries, 64).contiguous())
+    assert torch.equal(found, expected)
+
+
+def test_a_graph_is_exported_for_any_number_of_keys(monkeypatch):
+    monkeypatch.setattr(veomni_torch.attention, "_MOVES_16_BYTES", ("cpu",))
+
+    class Model(torch.nn.Module):
+        def forward(self, query, key, value, mask):
+            return sdpa(AttentionModule(1), query, key, value, mask)[0]
+
+    def call(length):
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+        return (*(torch.randn(1, 2, length, 16, dtype=torch.bfloat16) for _ in range(3)), mask)
+
+    length = torch.export.Dim("length", min=2, max=4096)
+    sizes = ({2: length}, {2: length}, {2: length}, {2: length, 3: length})
+    program = torch.export.export(Model(), call(200), dynamic_shapes=sizes).module()
+    for each in (192, 200):
+        given = call(each)
+        torch.testing.assert_close(program(*given), Model()(*given))

@@ -140,13 +140,14 @@ def _on_a_gpu(
 
 
 def _in_whole_tiles(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All three with hidden keys behind them where half a tile is left over.
+    """All three, with hidden keys behind them where half a tile is left over, but in exported graphs.
 
-    There, with a mask, cuDNN (which torch takes on Hopper from 2.11 on) gave NaN as gradients of queries of whose
-    logits all are below -88 (pytorch issue 196678).
+    There cuDNN, which torch takes on Hopper from 2.11 on, gave NaN as gradients of queries whose weights' sum has a
+    logarithm below -88, if there is a mask (pytorch issue 196678). Without gradients too, so that bits are the same.
     """
-    if key.shape[2] % _TILE != _TILE // 2:
+    if torch.compiler.is_exporting() or key.shape[2] % _TILE != _TILE // 2:
         return key, value, mask
+    mask = mask.expand(-1, -1, -1, key.shape[2])
     key, value = (F.pad(each, (0, 0, 0, _TILE // 2)) for each in (key, value))
     return key, value, F.pad(mask, (0, _TILE // 2), value=float("-inf") if mask.is_floating_point() else False)
 
@@ -160,8 +161,7 @@ def _with_rows_that_see(mask: Tensor) -> tuple[Tensor, Tensor | None]:
     if mask.is_floating_point():
         return mask, None
     sees = mask.any(dim=-1, keepdim=True)
-    # Contiguous, since the layout of what `where` returns follows its condition.
-    return mask | ~sees, sees.transpose(1, 2).contiguous()
+    return mask | ~sees, sees.transpose(1, 2).contiguous()  # since `where` lays its result out by its condition
 
 
 def _attended(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:

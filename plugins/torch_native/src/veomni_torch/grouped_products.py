@@ -156,8 +156,7 @@ def _(bias: Tensor, group: Tensor, ends: Tensor) -> Tensor:
 @library.custom_op("veomni_torch::grouped_sum", mutates_args=())
 def _grouped_sum(rows: Tensor, ends: Tensor) -> Tensor:
     """The sum of each group of ``rows[N, B]``: ``[E, B]``; zeros for an empty one."""
-    offsets = F.pad(ends.long(), (1, 0))
-    return torch.segment_reduce(rows, "sum", offsets=offsets, axis=0, unsafe=True, initial=0.0)
+    return torch.segment_reduce(rows, "sum", offsets=F.pad(ends.long(), (1, 0)), axis=0, unsafe=True, initial=0.0)
 
 
 @_grouped_sum.register_fake
