@@ -63,7 +63,7 @@ def test_keys_and_queries_get_their_gradients(monkeypatch, weights):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_of_queries_of_few_keys_don_t_depend_on_what_the_output_was_rounded_by():
+def test_queries_of_few_keys_get_gradients_of_the_output_before_it_was_rounded():
     """Keys have much in common here, which a rounded output holds less exactly than what they differ in."""
     problems = attention._Problems(torch.device(DEVICE), torch.float16)
     query, keys, *rest = problems.call(1, 6, 4, heads=3, widths=(16, 16), keys=9)

@@ -93,7 +93,9 @@ class TorchBlocks:
         self, upstream: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block
     ) -> tuple[Tensor, ...]:
         if _is_cudnn(query, key, value, block):
-            up, *heads, out = (each.transpose(1, 2) for each in (upstream, query, key, value, output))
+            # torch (2.11) keeps cuDNN's plan by the layouts of query, key and value alone.
+            up, out = (each.contiguous().transpose(1, 2) for each in (upstream, output))
+            heads = (each.transpose(1, 2) for each in (query, key, value))
             unused = torch.zeros(2, dtype=torch.int64, device=query.device).unbind()  # of dropout
             lengths = (query.shape[1], key.shape[1])
             found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

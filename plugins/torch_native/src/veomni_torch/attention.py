@@ -134,7 +134,7 @@ def _on_a_gpu(
         mask, sees = _with_rows_that_see(mask)
     output = _attended(module, query, key, value, mask, **options)
     if output.requires_grad and not torch.compiler.is_compiling():
-        # cuDNN's plan is kept by the inputs' layouts (2.11) and reads any later gradient by the first one's layout.
+        # torch (2.11) keeps cuDNN's plan by the inputs' layouts, and it reads each gradient by the first one's layout.
         output.register_hook(lambda gradient: _readable(gradient.contiguous()))
     return output if sees is None else torch.where(sees, output, 0.0)
 
@@ -155,8 +155,7 @@ def _in_whole_tiles(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, T
 def _with_rows_that_see(mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """A boolean mask that shows all keys to queries that would see none; and ``[B, S, 1 or Hq, 1]``, which do see some.
 
-    cuDNN gave numbers to queries without keys, on an H200 (2.11), and gradients through them. What it gives them by the
-    new mask is to be replaced by zeros.
+    cuDNN gave queries without keys numbers, and gradients through them (H200, 2.11): zeros are to replace these.
     """
     if mask.is_floating_point():
         return mask, None

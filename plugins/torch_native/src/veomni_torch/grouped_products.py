@@ -142,8 +142,7 @@ grouped_linear.register_autograd(_linear_gradients, setup_context=_save_linear)
 def grouped_bias(bias: Tensor, group: Tensor, ends: Tensor) -> Tensor:
     """``bias[E, B]`` of each row's ``group[N]``: ``[N, B]``. Its gradient leaves out rows after the last group.
 
-    The gradient adds a group's rows in their order: that of ``F.embedding`` uses atomics on GPUs from torch 2.11 on,
-    where groups are few and large.
+    The gradient adds rows in order; that of ``F.embedding`` uses atomics on GPUs (2.11) if groups are few and large.
     """
     return bias[group]
 
