@@ -95,11 +95,11 @@ class TorchBlocks:
         if _is_cudnn(query, key, value, block):
             # torch (2.11) keeps cuDNN's plan by the layouts of query, key and value alone.
             up, out = (each.contiguous().transpose(1, 2) for each in (upstream, output))
-            heads = (each.transpose(1, 2) for each in (query, key, value))
+            swapped = (each.transpose(1, 2) for each in (query, key, value))
             unused = torch.zeros(2, dtype=torch.int64, device=query.device).unbind()  # of dropout
             lengths = (query.shape[1], key.shape[1])
             found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                *(up, *heads, out, lse.contiguous().unsqueeze(-1), *unused, None, None, None, *lengths),
+                *(up, *swapped, out, lse.contiguous().unsqueeze(-1), *unused, None, None, None, *lengths),
                 *(0.0, block.causal),
                 scale=block.scaling,
             )
