@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from veomni_ops import attention_blocks
 from veomni_ops.attention_blocks import TORCH, Block, _is_cudnn
 
 
@@ -42,6 +43,26 @@ def test_outputs_and_gradients_of_two_blocks_are_the_exact_ones(dtype, widths, q
     upstream = drawn(queries, 8, widths[1])
     whole = (0.5 * output, lse + 0.7)
     found = TORCH.gradients(upstream, query, key, value, *whole, block)
+    heads_first = upstream.transpose(1, 2).contiguous().transpose(1, 2)
+    again = TORCH.gradients(heads_first, query, key, value, *whole, block)
+    for mine, same in zip(found, again, strict=True):
+        assert (mine.float() - same.float()).norm() < limit * mine.float().norm()
     exactly = TORCH.gradients(upstream.float(), *exact, whole[0].float(), whole[1], block)
     for mine, theirs in zip(found, exactly, strict=True):
         assert (mine.float() - theirs).norm() < 4 * limit * theirs.norm()
+
+
+def test_cudnn_gets_gradients_and_outputs_in_one_layout(monkeypatch):
+    """torch keeps its plan by the layouts of query, key and value, and would read another one wrongly."""
+    seen = []
+
+    def backward(up, query, key, value, out, *rest, **options):
+        seen.append((up.stride(), out.stride()))
+        return query, key, value
+
+    monkeypatch.setattr(attention_blocks, "_is_cudnn", lambda *call: True)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
+    given = torch.randn(2, 6, 4, 8)
+    for laid_out in (given, given.transpose(1, 2).contiguous().transpose(1, 2), given.repeat(1, 1, 1, 2)[..., :8]):
+        TORCH.gradients(laid_out, given, given, given, laid_out, torch.zeros(2, 4, 6), Block(0.2))
+    assert len(seen) == 3 and len(set(seen)) == 1
