@@ -64,6 +64,24 @@ def views_the_incoming_gradient(gate, up):
     return _NeedsViews.apply(gate, up)
 
 
+class _KeepsAPlan(SwiGLU):
+    """As torch does for cuDNN's attention: the plan of backward is that of the first gradient of a shape."""
+
+    plans: dict[torch.Size, tuple[int, ...]] = {}
+
+    @staticmethod
+    def backward(ctx, upstream):
+        last = sum((size - 1) * stride for size, stride in zip(upstream.shape, upstream.stride(), strict=True))
+        if upstream.dim() and (upstream.stride(-1) != 1 or last + 1 != upstream.numel()):
+            upstream = upstream.contiguous()
+        strides = _KeepsAPlan.plans.setdefault(upstream.shape, upstream.stride())
+        return SwiGLU.backward(ctx, upstream.as_strided(upstream.shape, strides))
+
+
+def keeps_the_plan_of_the_first_incoming_gradient(gate, up):
+    return _KeepsAPlan.apply(gate, up)
+
+
 def one_buffer_for_both_results(q, k, cos, sin, unsqueeze_dim=1):
     with torch.no_grad():
         buffers = [each.clone() for each in rotary_pos_emb.full(q, k, cos, sin, unsqueeze_dim)]
@@ -79,6 +97,10 @@ IN_MEMORY = [
     (
         views_the_incoming_gradient,
         "with an incoming gradient every second element of a larger tensor, it raises RuntimeError",
+    ),
+    (
+        keeps_the_plan_of_the_first_incoming_gradient,
+        "with an incoming gradient with its rows in another order, the gradient of gate is off",
     ),
 ]
 

@@ -31,6 +31,11 @@ def _transposed(tensor: Tensor) -> Tensor:
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
+def _reordered(tensor: Tensor) -> Tensor:
+    """Heads before positions, as a gradient lies that attention's kernels give: rows stay whole, and no gap is left."""
+    return tensor.transpose(0, -2).contiguous().transpose(0, -2) if tensor.dim() > 2 else tensor
+
+
 def _packed(tensor: Tensor) -> Tensor:
     tensor = tensor.contiguous()
     strides = (7 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -53,3 +58,5 @@ LAYOUTS: dict[str, Layout] = {
     "transposed in memory": _transposed,
     CONTIGUOUS: _packed,
 }
+# Contracts have samples of inputs that lie so (veomni_ops.combinations.laid_out).
+LAYOUTS_OF_GRADIENTS: dict[str, Layout] = {**LAYOUTS, "with their rows in another order": _reordered}
