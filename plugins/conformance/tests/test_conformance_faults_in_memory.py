@@ -64,17 +64,18 @@ def views_the_incoming_gradient(gate, up):
     return _NeedsViews.apply(gate, up)
 
 
+_PLANS: dict[torch.Size, tuple[int, ...]] = {}
+
+
 class _KeepsAPlan(SwiGLU):
     """As torch does for cuDNN's attention: the plan of backward is that of the first gradient of a shape."""
-
-    plans: dict[torch.Size, tuple[int, ...]] = {}
 
     @staticmethod
     def backward(ctx, upstream):
         last = sum((size - 1) * stride for size, stride in zip(upstream.shape, upstream.stride(), strict=True))
         if upstream.dim() and (upstream.stride(-1) != 1 or last + 1 != upstream.numel()):
             upstream = upstream.contiguous()
-        strides = _KeepsAPlan.plans.setdefault(upstream.shape, upstream.stride())
+        strides = _PLANS.setdefault(upstream.shape, upstream.stride())
         return SwiGLU.backward(ctx, upstream.as_strided(upstream.shape, strides))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from veomni_conformance.comparison import distance, one_line
-from veomni_conformance.sample_changes import INFINITE, MEMORY, ONE, USUAL, VALUES, SampleChange, nudged
+from veomni_conformance.sample_changes import INFINITE, MEMORY, ONE, USUAL, VALUES, SampleChange, is_a_choice, nudged
 from veomni_conformance.sample_tensors import copy_of, to_float64
 from veomni_conformance.subject import Outcome, Position, Subject, described
 from veomni_conformance.tensor_layouts import CONTIGUOUS
@@ -35,8 +35,6 @@ _MANY = tuple(range(33))  # rows: more than the 32 that many kernels put into a 
 _ONE_MORE = tuple(range(65))  # than a tile of 64 has
 _EXAMPLES = 16
 _ROUNDING = 0.25  # of the dtype's precision
-_NUDGE = 1e-12  # far above the rounding of float64
-_JUMP = 1e-2  # the relative change of a norm if one choice in ten thousand turns out differently
 _ALONE = (
     SampleChange(rows=()),
     SampleChange(memory=("overlapping",)),
@@ -166,7 +164,8 @@ def _wrong(subject: Subject, call: _Call) -> str | None:
     if not problem:
         return None
     if not damaged and (
-        _is_a_choice(subject, sample, exact, call.base) or not _is_certain(subject, sample, exact, found)
+        is_a_choice(subject, to_float64(copy_of(sample)), exact, subject.exact(call.base))
+        or not _is_certain(subject, sample, exact, found)
     ):
         return None
     modes = ", under torch.no_grad()" * call.without_gradients + ", called again" * call.again
@@ -204,21 +203,6 @@ def _finite_outcome(subject: Subject, sample: Sample) -> Outcome | None:
     # A gradient that is zero everywhere, as of a saturated softmax, leaves no scale for a difference that cancels.
     gradients = {name: None if each is None or not each.any() else each for name, each in exact.gradients.items()}
     return Outcome(exact.results, gradients)
-
-
-def _is_a_choice(subject: Subject, sample: Sample, exact: Outcome, base: Position) -> bool:
-    """Whether the oracle jumps, by the measure of the unchanged sample, where values change by next to nothing.
-
-    A top k does so if scores are equal. Numbers near zero make them equal, and no single choice is right then.
-    """
-    usual = subject.exact(base)
-    near = subject.reference(nudged(to_float64(copy_of(sample)), _NUDGE, absolute=_NUDGE))
-    triples = [*zip(near.results, exact.results, usual.results, strict=True)]
-    for name, gradient in exact.gradients.items():
-        moved, before = near.gradients[name], usual.gradients[name]
-        if gradient is not None and moved is not None and before is not None:
-            triples.append((moved, gradient, before))
-    return any(float((a - b).double().norm()) > _JUMP * float(c.double().norm()) for a, b, c in triples)
 
 
 def _is_certain(subject: Subject, sample: Sample, exact: Outcome, found: Outcome | None) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
+from veomni_conformance.sample_changes import is_a_choice
 from veomni_conformance.sample_tensors import map_tensors, to_float64, upstream_of
 from veomni_conformance.situations import first_of, reveal
 from veomni_conformance.subject import Outcome, Position, Subject
@@ -19,8 +19,6 @@ from veomni_conformance.tensor_layouts import LAYOUTS, LAYOUTS_OF_GRADIENTS, Lay
 from veomni_ops.contract import Sample
 
 _VANISHED = 1e-3  # share of its usual norm below which a gradient is mostly rounding
-_NUDGE = 1e-12  # a change of float64 values: far above their rounding, far below any difference between scores
-_JUMP = 1e-2  # the relative change of a norm if one choice in ten thousand turns out differently
 
 
 def check_memory_layouts(subject: Subject, position: Position) -> Iterator[str]:
@@ -81,7 +79,9 @@ def _expanded(subject: Subject, position: Position, laid_out: Layout = lambda te
     usual, exact = subject.exact(position), subject.reference(to_float64(sample()))
     # With equal rows a gradient may cancel to rounding noise (an output projection's does). Those are not compared.
     asked = [name for name in exact.gradients if not _vanishes(exact, usual, name)]
-    if _chooses_among_equals(subject, to_float64(sample()), _only(exact, asked), usual):
+    # Repeated rows can make scores equal: two equal product keys give their pairs equal scores in either order. A GPU
+    # and the oracle's CPU may choose differently then.
+    if is_a_choice(subject, to_float64(sample()), _only(exact, asked), usual):
         return None
     return subject.problem(_only(subject.outcome(sample()), asked), exact)
 
@@ -93,29 +93,6 @@ def _only(outcome: Outcome, asked: list[str]) -> Outcome:
 def _vanishes(outcome: Outcome, usual: Outcome, name: str) -> bool:
     norms = [0.0 if each is None else float(each.norm()) for each in (outcome.gradients[name], usual.gradients[name])]
     return norms[0] < _VANISHED * norms[1]
-
-
-def _chooses_among_equals(subject: Subject, sample: Sample, exact: Outcome, usual: Outcome) -> bool:
-    """Whether ``exact`` jumps when values change by next to nothing, as a top k does if scores are tied.
-
-    Repeated rows can make scores equal: two equal product keys give their pairs equal scores in either order. Which of
-    the tied scores a top k takes is unspecified, and a GPU and the oracle's CPU may differ. So no single answer is
-    right.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def nudge(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        noise = _NUDGE * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-        return _leaf(tensor.detach() * (1 + noise) + noise, tensor.requires_grad)
-
-    near = subject.reference(map_tensors(sample, nudge))
-    triples = [*zip(near.results, exact.results, usual.results, strict=True)]
-    triples += [(near.gradients[name], each, usual.gradients[name]) for name, each in exact.gradients.items()]  # type: ignore[misc]
-    return any(
-        float((a - b).double().norm()) > _JUMP * float(c.double().norm()) for a, b, c in triples if b is not None
-    )
 
 
 def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from veomni_conformance.sample_rows import count_rows, select_rows
 from veomni_conformance.sample_tensors import copy_of, map_tensors
-from veomni_conformance.subject import Subject
+from veomni_conformance.subject import Outcome, Subject
 from veomni_conformance.tensor_layouts import LAYOUTS
 from veomni_ops.contract import Contract, Sample
 
 USUAL, INFINITE, ONE = "usual", "infinite", "one"
 VALUES = (USUAL, "large", "denormal", "zero", "equal", INFINITE)
+_NUDGE = 1e-12  # far above the rounding of float64, far below any difference between scores
+_JUMP = 1e-2  # the relative change of a norm if one choice in ten thousand turns out differently
 MEMORY = (USUAL, *LAYOUTS, "overlapping", "expanded")
 
 
@@ -111,6 +113,26 @@ def nudged(sample: Sample, by: float, absolute: float = 0.0) -> Sample:
         return _leaf(tensor.detach() * (1 + by * noise) + absolute * noise, tensor)
 
     return replace(map_tensors(sample, nudge), name=sample.name)
+
+
+def is_a_choice(subject: Subject, sample: Sample, exact: Outcome, usual: Outcome) -> bool:
+    """Whether the oracle jumps, by the measure of ``usual``, where values of ``sample`` change by next to nothing.
+
+    A top k does so if scores are equal. Which of them it takes is unspecified, so that no single answer is right.
+
+    Args:
+        subject: what is checked.
+        sample: in float64.
+        exact: the oracle's outcome on it.
+        usual: the oracle's outcome on the unchanged sample.
+    """
+    near = subject.reference(nudged(sample, _NUDGE, absolute=_NUDGE))
+    triples = [*zip(near.results, exact.results, usual.results, strict=True)]
+    for name, gradient in exact.gradients.items():
+        moved, before = near.gradients[name], usual.gradients[name]
+        if gradient is not None and moved is not None and before is not None:
+            triples.append((moved, gradient, before))
+    return any(float((a - b).double().norm()) > _JUMP * float(c.double().norm()) for a, b, c in triples)
 
 
 def _leaf(tensor: Tensor, like: Tensor) -> Tensor:
