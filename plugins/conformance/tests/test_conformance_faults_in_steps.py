@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from veomni_ops import attention, causal_conv1d, rms_norm
+from veomni_ops.contract import Size
 
 _last, _workspace, _results, _gradients, _by_id, _by_address, _by_shape, _held = {}, {}, {}, {}, {}, {}, {}, []
 _queue = []
@@ -252,6 +256,69 @@ def padding_by_identity(module, query, key, value, attention_mask, **options):
     return attention.standard(module, query, key, value, attention_mask, **options)
 
 
+_ring, _turns, _instances = {}, Counter(), {}
+
+
+class _Ring(SwiGLU):
+    """Saves the activation in one of sixteen workspaces, which calls take in turn."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        key = (gate.shape, gate.dtype, threading.get_ident())
+        with torch.inference_mode(False):
+            spaces = _ring.setdefault(key, [torch.empty(gate.shape, dtype=gate.dtype) for _ in range(16)])
+        _turns[key] += 1
+        ctx.kept = spaces[_turns[key] % 16].copy_(gate)
+        return SwiGLU.forward(ctx, gate, up)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        saved, up = ctx.saved_tensors
+        dgate, dup = derivatives(ctx.kept if ctx.kept.shape == saved.shape else saved, up, upstream)
+        return dgate.to(saved.dtype), dup.to(up.dtype)
+
+
+def saves_into_a_ring_of_workspaces(gate, up):
+    return _Ring.apply(gate, up) if torch.is_grad_enabled() else right(gate, up)
+
+
+class _Address(SwiGLU):
+    """Its backward reads what lies where ``gate`` lay in forward, as by a descriptor that forward made."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.lay = None if gate.is_contiguous() and gate.numel() else gate
+        ctx.address, ctx.shape = gate.data_ptr(), gate.shape
+        return SwiGLU.forward(ctx, gate, up)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        saved, up = ctx.saved_tensors
+        if ctx.lay is None:
+            memory = (ctypes.c_byte * (saved.numel() * saved.element_size())).from_address(ctx.address)
+            saved = torch.frombuffer(memory, dtype=saved.dtype).view(ctx.shape).clone()
+        dgate, dup = derivatives(saved, up, upstream)
+        return dgate.to(saved.dtype), dup.to(up.dtype)
+
+
+def keeps_an_address_for_backward(gate, up):
+    return _Address.apply(gate, up)
+
+
+def instances_by_shape_alone(gate, up):
+    if gate.dtype != up.dtype:
+        return right(gate, up)
+    dtype = _instances.setdefault(gate.shape, gate.dtype)
+    return right(gate.to(dtype), up.to(dtype)).to(gate.dtype)
+
+
+def other_sums_in_wide_batches(x, weight, bias=None):
+    dtype, x, weight = x.dtype, x.double(), weight.double()
+    cut = x.shape[-1] // 2 if x.shape[-1] > 1000 and x.shape[:-1].numel() < 9 else x.shape[-1]
+    result = sum(F.linear(x[..., part], weight[:, part]).to(dtype) for part in (slice(cut), slice(cut, None)))
+    return result if bias is None else (result.double() + bias).to(dtype)
+
+
 def keeps_every_input(gate, up):
     _held.append(gate)
     return right(gate, up)
@@ -274,6 +341,8 @@ IN_STEPS = [
     (second_backward_gives_zeros, "in a second backward of one graph, the gradient of gate is off"),
     (backward_spoils_what_was_saved, "wrote into its input gate"),
     (keeps_every_input, "it still holds gate"),
+    (saves_into_a_ring_of_workspaces, "where 70 more forwards run before its backward, the gradient of gate is off"),
+    (keeps_an_address_for_backward, "and they have other memory in backward, the gradient of gate is off"),
 ]
 
 
@@ -293,6 +362,18 @@ OF_WEIGHTS = [
 @pytest.mark.parametrize("kernel, words", OF_WEIGHTS, ids=[fault[0].__name__ for fault in OF_WEIGHTS])
 def test_a_fault_in_what_becomes_of_weights_is_caught(kernel, words):
     assert_caught(kernel, words, op="rms_norm", variant="offset")
+
+
+def test_an_instance_that_is_kept_for_a_shape_and_not_for_a_dtype_is_caught():
+    words = "in float32, after calls in bfloat16, the result is off"
+    assert_caught(instances_by_shape_alone, words, dtype="bfloat16", dtypes=("bfloat16", "float32"))
+
+
+@pytest.mark.thorough(one_per=[])
+def test_a_row_that_is_summed_otherwise_alone_is_caught_beyond_a_tile():
+    words = "sample 'batches beyond a tile': where row 0 is alone, promises batch invariance"
+    options = {"op": "linear", "largest": Size.BEYOND_A_TILE, "batch_invariant": True}
+    assert_caught(other_sums_in_wide_batches, words, **options)
 
 
 @pytest.mark.thorough(one_per=[])

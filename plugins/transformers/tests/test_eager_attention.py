@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import pickle
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from veomni_core import bind, make_plan
 from veomni_core.errors import ConfigError, KernelUnavailableError
 from veomni_ops.attention import AttentionModule
 from veomni_torch.attention import sdpa
+from veomni_transformers.attention.kernel_lookup import looks_up
 from veomni_transformers.forwards.like_eager import like_eager
 from veomni_transformers.forwards.unseen_queries import unseen_queries
 from veomni_transformers.proving import hollow_twin
@@ -198,6 +201,33 @@ def test_a_config_that_wants_weights_in_every_call_keeps_eager_attention():
     with bind(wants, {"preset": "eager", "attn_implementation": "auto"}) as binding:
         assert [op.chosen for op in binding.plan.ops if op.op_name == "attention"] == [("eager",)]
         assert len(wants(input_ids=tokens()).attentions) == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_config_leaves_as_eager_and_takes_the_users_choice(family):
+    mask = torch.tensor(MASKS["left"])
+    bound, unbound = model(family), model(family)
+    with bind(bound, ATTENTION) as binding:
+        for config in (copy.deepcopy(bound.config), pickle.loads(pickle.dumps(bound.config)), bound.config):
+            built = type(unbound)._from_config(config)
+            assert built.config._attn_implementation == "eager"
+        for each in (bound, unbound):
+            each.set_attn_implementation("sdpa")
+        assert_equal_steps(step(bound, mask), step(unbound, mask))
+        assert "its attention was set to sdpa" in str(binding.receipt.changed)
+    assert bound.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("own", ["eager", "sdpa"])
+def test_attention_that_was_put_in_after_bind_is_in_the_receipt(family, own):
+    """It gets the masks that the kernel takes: none, where eager attention needs one."""
+    bound = model(family, own)
+    path, owner = next((p, bound.get_submodule(p.rpartition(".")[0])) for p, m in bound.named_modules() if looks_up(m))
+    with bind(bound, ATTENTION) as binding:
+        assert not binding.receipt.changed
+        setattr(owner, path.rpartition(".")[2], model(family, own).get_submodule(path))
+        assert f"{path} runs attention of its own" in str(binding.receipt.changed)
 
 
 def test_plan_and_receipt_say_what_a_proof_leaves_out():

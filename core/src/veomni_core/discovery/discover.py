@@ -25,6 +25,7 @@ from veomni_core.discovery.installed_plugins import InstalledPlugin, installed_p
 from veomni_core.discovery.lock_guard import FROZEN, lock_reader
 from veomni_core.discovery.registry import PluginRecord, Registry, build_registry
 from veomni_core.errors import ConfigError, PluginLoadError, SpecError, UnknownNameError, did_you_mean
+from veomni_core.random_states import random_states_kept
 
 _NO_KERNELS = f"which VEOMNI_PLUGINS does not leave out: declare it under {ENTRY_POINT_GROUP}"
 TRIAL_TIMEOUT = "VEOMNI_PLUGIN_TIMEOUT"
@@ -191,7 +192,7 @@ def _load(plugin: InstalledPlugin) -> PluginRecord:
         return _failed(plugin, plugin.problem)
     start = time.perf_counter()
     try:
-        with redirect_stdout(sys.stderr):  # standard output is for what the process prints itself
+        with redirect_stdout(sys.stderr), random_states_kept(only_while_alone=True):  # both are the process's own
             described = described_by(importlib.import_module(plugin.module))
     except BaseException as error:  # a plugin may raise anything while it is imported
         raise_interrupt(error)

@@ -1,9 +1,9 @@
 """Checks that calls don't interfere with each other between forward and backward.
 
 A model calls a kernel once per layer before any backward runs; gradient accumulation and pipelines interleave calls in
-other orders too. In between run a teacher's forwards without gradients, and forwards whose graph is dropped. If the
-next layer or an optimizer writes in place into a tensor that backward needs, the gradients must stay right or an error
-must be raised.
+other orders too. In between run a teacher's forwards without gradients, and forwards whose graph is dropped. FSDP frees
+a layer's weights after its forward, and gathers them elsewhere before its backward. If the next layer or an optimizer
+writes in place into a tensor that backward needs, the gradients must stay right or an error must be raised.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from veomni_conformance.situations import first_of, reveal
 from veomni_conformance.subject import Outcome, Position, Subject
 from veomni_ops.contract import Sample
 
+_LAYERS = 70  # more than the 64 workspaces of a ring
 # A call whose backward has not run: its position, whether it has the other values, its sample, its results.
 _Call = tuple[Position, bool, Sample, tuple[Tensor, ...]]
 
@@ -50,6 +51,44 @@ def check_calls_in_flight(subject: Subject, position: Position, neighbour: Posit
             may_refuse=True,
         )
     )
+
+
+def check_many_layers(subject: Subject, position: Position) -> Iterator[str]:
+    """Run many forwards before the first one's backward; and free its inputs in between, as FSDP frees weights."""
+    if subject.spec.backward:
+        words = f"where {_LAYERS} more forwards run before its backward"
+        yield from reveal(words, lambda: _first_of_many(subject, position))
+        words = "where its inputs' memory is freed after forward, and they have other memory in backward"
+        yield from reveal(words, lambda: _gathered_again(subject, position))
+
+
+def _first_of_many(subject: Subject, position: Position) -> str | None:
+    sample = subject.draw(position)
+    kept = [subject.call(sample), *(subject.call(subject.draw(position, other=True)) for _ in range(_LAYERS))]
+    return _gradients_are_right(subject, position, kept[0], sample)
+
+
+def _gathered_again(subject: Subject, position: Position) -> str | None:
+    sample = subject.draw(position)
+    results = subject.call(sample)
+    memories = {each.untyped_storage().data_ptr(): each for each in subject.differentiable(sample).values()}
+    values = [(each.untyped_storage(), each.untyped_storage().clone()) for each in memories.values()]
+    for memory, _ in values:
+        memory.resize_(0)
+    taken = [value.clone().fill_(77) for _, value in values]  # what was freed serves something else
+    for memory, value in values:
+        memory.resize_(value.nbytes())
+        memory.copy_(value)
+    problem = _gradients_are_right(subject, position, results, sample)
+    del taken
+    return problem
+
+
+def _gradients_are_right(
+    subject: Subject, position: Position, results: tuple[Tensor, ...], sample: Sample
+) -> str | None:
+    gradients = subject.gradients(results, sample)
+    return subject.problem(Outcome((), gradients), Outcome((), subject.exact(position).gradients))
 
 
 def _several(subject: Subject, position: Position, neighbour: Position, reverse: bool) -> str | None:
@@ -88,7 +127,5 @@ def _input_overwritten(subject: Subject, position: Position, name: str) -> str |
     kept: Any = tensor.detach().clone()
     with torch.no_grad():
         tensor.copy_(replacement)
-    gradients = subject.gradients(results, sample)
-    if torch.equal(kept, replacement):
-        return None
-    return subject.problem(Outcome((), gradients), Outcome((), subject.exact(position).gradients))
+    problem = _gradients_are_right(subject, position, results, sample)
+    return None if torch.equal(kept, replacement) else problem

@@ -21,7 +21,7 @@ from itertools import chain
 import torch
 
 from veomni_conformance.batch_invariance import check_batch_invariance
-from veomni_conformance.calls_in_flight import check_calls_in_flight
+from veomni_conformance.calls_in_flight import check_calls_in_flight, check_many_layers
 from veomni_conformance.comparison import one_line
 from veomni_conformance.compiled_calls import check_compiled_calls, check_compiled_with_breaks
 from veomni_conformance.concurrent_calls import check_concurrent_calls
@@ -33,7 +33,7 @@ from veomni_conformance.huge_calls import asks_for_huge_calls, check_huge_calls
 from veomni_conformance.kernel_options import check_options
 from veomni_conformance.later_steps import check_later_steps, check_other_integers
 from veomni_conformance.memory_layouts import check_memory_layouts
-from veomni_conformance.mixed_dtypes import check_autocast, check_mixed_dtypes
+from veomni_conformance.mixed_dtypes import check_autocast, check_mixed_dtypes, check_other_dtypes
 from veomni_conformance.modes import check_modes
 from veomni_conformance.non_finite import check_non_finite
 from veomni_conformance.process_state import RANDOM_STATES, ProcessState, check_process_state
@@ -200,11 +200,17 @@ def _of_the_kernel(subject: Subject, computed: list[Position], every_form: bool)
     """What is asked once of a kernel that passed every sample."""
     before = ProcessState()
     yield CaseResult("the next batch", tuple(check_other_integers(subject, computed)))
+    smallest = _smallest(subject, computed) or computed[0]
+    if every_form:
+        yield CaseResult("many layers", tuple(check_many_layers(subject, smallest)))
+        yield CaseResult("other dtypes", tuple(check_other_dtypes(subject, smallest)))
+        wide = (each for each in computed if each.size is Size.BEYOND_A_TILE and not subject.sample(each).values_only)
+        found = first_of(sentence for each in wide for sentence in check_batch_invariance(subject, each))
+        yield CaseResult("batches beyond a tile", tuple(found))
     yield CaseResult("custom operators", tuple(check_custom_operators(subject, computed[0])))
     if subject.spec.fullgraph:
         yield CaseResult("compiled", tuple(check_compiled_calls(subject, computed[0])))
     elif every_form:
-        smallest = _smallest(subject, computed) or computed[0]
         yield CaseResult("compiled", tuple(check_compiled_with_breaks(subject, smallest)))
     if subject.spec.options and not subject.spec.settings:
         yield CaseResult("options", tuple(check_options(subject, computed)))

@@ -71,7 +71,11 @@ def _of_equal_shapes(subject: Subject, positions: list[Position]) -> Iterator[tu
 def _next_batch(subject: Subject, position: Position, following: Position) -> str | None:
     sample = subject.draw(position)
     subject.outcome(sample)
-    return subject.problem(subject.outcome(overwrite(sample, subject.draw(following))), subject.exact(following))
+    for through_data, each in ((False, following), (True, position)):  # as a new tensor at an old address is, too
+        sample = overwrite(sample, subject.draw(each), through_data)
+        if problem := subject.problem(subject.outcome(sample), subject.exact(each)):
+            return problem
+    return None
 
 
 def _validate(subject: Subject) -> _Run:

@@ -50,6 +50,21 @@ def check_autocast(subject: Subject, position: Position) -> Iterator[str]:
     )
 
 
+def check_other_dtypes(subject: Subject, position: Position) -> Iterator[str]:
+    """Run in the kernel's other dtypes after this one: an instance that is kept for a shape is of one dtype."""
+    names = (name for name in subject.spec.dtypes if name != subject.dtype_name)
+    others = [subject.in_dtype(dtype) for dtype in (getattr(torch, name) for name in names) if _covers(subject, dtype)]
+    yield from first_of(
+        sentence
+        for other in others
+        if other.has(position)
+        for sentence in reveal(
+            f"in {plain(other.dtype)}, after calls in {plain(subject.dtype)}",
+            lambda o=other: o.plain_problem(position),  # type: ignore[misc]
+        )
+    )
+
+
 def _covers(subject: Subject, dtype: torch.dtype) -> bool:
     name = dtype_name(dtype)
     return name in subject.contract.values and name in subject.contract.gradients

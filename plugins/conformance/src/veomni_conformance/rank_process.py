@@ -5,7 +5,8 @@ than most checks. It doesn't import the kernel: that may initialise a device, wh
 
 On every sample, a rank's results and gradients are compared with those of the oracle: the whole computation in one
 process, in float64. Two calls must give the same bits if the kernel promises determinism, a call without gradients the
-same result, and a call that is computed again in backward the same gradients. Inputs must not be written to.
+same result, and a call that is computed again in backward, or after another layer's forward, the same gradients. Inputs
+must not be written to.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from veomni_conformance.comparison import distance, one_line, plain, same
 from veomni_conformance.report import CaseResult
-from veomni_conformance.sample_tensors import copy_of, to_float64, upstream_of
+from veomni_conformance.sample_tensors import copy_of, map_tensors, to_float64, upstream_of
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_ops.contract import Sample, contract_for
 from veomni_ops.rank_contract import MOST_RANKS, RankContract, RankSample
@@ -55,16 +56,18 @@ class RankCheck:
 
     def __init__(self, spec: KernelSpec, contract: RankContract, device: torch.device, dtype: str, rank: int) -> None:
         self.spec, self.contract, self.device, self.dtype, self.rank = spec, contract, device, dtype, rank
-        self.kernel = spec.load()
+        self.kernel, self.place = spec.load(), 0
 
     def cases(self, groups: dict[int, Any]) -> Iterator[CaseResult]:
         """A case for each sample; ``groups`` has a process group of each size.
 
-        Ends where this rank may be out of step with the others: it raised, or it misses a gradient, and so perhaps a
-        collective. The others then lose their connection to it, and end too.
+        They are of the last ranks, so that in most a rank has another number than in the world. Ends where this rank
+        may be out of step with the others: it raised, or it misses a gradient, and so perhaps a collective. The others
+        then lose their connection to it, and end too.
         """
         for sample in self.contract.rank_samples(self.device, getattr(torch, self.dtype)):
-            if self.rank >= sample.ranks:
+            self.place = self.rank - (MOST_RANKS - sample.ranks)
+            if self.place < 0:
                 continue
             try:
                 case = self._checked(sample, groups[sample.ranks])
@@ -76,7 +79,7 @@ class RankCheck:
 
     def _checked(self, sample: RankSample, group: Any) -> CaseResult:
         exact = self._exact(sample)
-        mine = copy_of(sample.calls[self.rank])
+        mine = copy_of(sample.calls[self.place])
         found = self._outcome(mine, group)
         failures = []
         share, problem = distance(found.result, exact.result, self.contract.values[self.dtype], "the result")
@@ -94,27 +97,34 @@ class RankCheck:
             worst = max(worst, error)
             failures += [problem] if problem else []
         failures += self._uses(sample, found, group)
-        for name, before, after in zip(self.contract.arguments, sample.calls[self.rank].args, mine.args, strict=True):
+        for name, before, after in zip(self.contract.arguments, sample.calls[self.place].args, mine.args, strict=True):
             failures += [] if same(before.detach(), after.detach()) else [f"wrote into its input {name}"]
         return CaseResult(sample.name, tuple(failures), share, worst)
 
     def _uses(self, sample: RankSample, found: _Outcome, group: Any) -> Iterator[str]:
-        again = self._outcome(copy_of(sample.calls[self.rank]), group)
+        again = self._outcome(copy_of(sample.calls[self.place]), group)
         if self.spec.deterministic and not _same(found, again):
             yield "promises determinism, but two runs differ"
         with torch.no_grad():
-            without = self.contract.call(self.kernel, copy_of(sample.calls[self.rank]), group)
+            without = self.contract.call(self.kernel, copy_of(sample.calls[self.place]), group)
         if self.spec.deterministic and not same(without, found.result):
             yield "gives another result without gradients"
-        recomputed = self._outcome(copy_of(sample.calls[self.rank]), group, recompute=True)
+        recomputed = self._outcome(copy_of(sample.calls[self.place]), group, recompute=True)
         if self.spec.deterministic and not _same(found, recomputed):
             yield "gives other values or gradients when it is computed again in backward (gradient checkpointing)"
+        between = self._outcome(
+            copy_of(sample.calls[self.place]), group, following=_backwards(sample.calls[self.place])
+        )
+        if self.spec.deterministic and not _same(found, between):
+            yield "gives other values or gradients where another layer's forward runs before its backward"
 
-    def _outcome(self, mine: Sample, group: Any, recompute: bool = False) -> _Outcome:
+    def _outcome(self, mine: Sample, group: Any, recompute: bool = False, following: Sample | None = None) -> _Outcome:
         def run() -> Tensor:
             return self.contract.call(self.kernel, mine, group)
 
         result = checkpoint(run, use_reentrant=False) if recompute else run()
+        if following is not None:
+            self.contract.call(self.kernel, following, group)
         leaves = _leaves(self.contract, mine)
         gradients: dict[str, Tensor | None] = dict.fromkeys(leaves)
         if self.spec.backward and result.requires_grad:
@@ -127,18 +137,23 @@ class RankCheck:
         """What this rank should get: the oracle's part."""
         calls = [to_float64(call) for call in sample.calls]
         results = list(self.contract.whole(calls))
-        leaves = _leaves(self.contract, calls[self.rank])
+        leaves = _leaves(self.contract, calls[self.place])
         found = torch.autograd.grad(
             results, list(leaves.values()), [upstream_of(x) for x in results], allow_unused=True
         )
         return _Outcome(
-            results[self.rank].detach(), dict(zip(leaves, found, strict=True)) if self.spec.backward else {}
+            results[self.place].detach(), dict(zip(leaves, found, strict=True)) if self.spec.backward else {}
         )
 
 
 def _is_lost(error: Exception) -> bool:
     """Whether a collective failed, as it does when another rank has ended or doesn't take part."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def _backwards(sample: Sample) -> Sample:
+    """The call of another layer: what each tensor has, in reverse."""
+    return map_tensors(copy_of(sample), lambda each: each.detach().flip([0] if each.dim() else []))
 
 
 def _leaves(contract: RankContract, sample: Sample) -> dict[str, Tensor]:
@@ -169,7 +184,7 @@ def run_rank(folder: Path, rank: int) -> None:
         torch.cuda.set_device(device)
     store = torch.distributed.FileStore(str(folder / "store"), MOST_RANKS)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=MOST_RANKS, timeout=timedelta(seconds=PATIENCE))
-    groups = {size: dist.new_group(range(size)) for size in range(1, MOST_RANKS + 1)}
+    groups = {size: dist.new_group(range(MOST_RANKS - size, MOST_RANKS)) for size in range(1, MOST_RANKS + 1)}
     contract = contract_for(op, spec.variant)
     assert isinstance(contract, RankContract)
     with (folder / f"rank{rank}").open("w") as lines:

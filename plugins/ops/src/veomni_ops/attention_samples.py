@@ -104,6 +104,21 @@ def beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     low = (grouped, leaf(query), leaf(key), leaf(value), causal)
     yield Sample("logits below -88", low, {"scaling": 1.0}, needs=("dense_mask",))
     yield from _combined_shapes(device, dtype)
+    hundred = _packed(torch.full((100,), 2, device=device))
+    yield Sample("a hundred packed sequences", inputs(length=200), hundred, needs=("packed",))
+    many = (AttentionModule(8), *_heads(draw, 1, 64, 8, 9, 32), None)
+    yield Sample("sinks of 64 heads", many, {"s_aux": leaf(draw.normal(64))}, needs=("sinks",))
+    of_queries = {"sinks": leaf(draw.normal(1, 4, 150, 1))}
+    yield Sample("query sinks past 128 queries", inputs(), of_queries, needs=("query_sinks",))
+    chosen = {"indices": (draw.normal(1, 150, 150) + 9 * torch.eye(150, device=device)).topk(100).indices}
+    yield Sample("a hundred chosen keys", inputs(), chosen, needs=("chosen_keys",))
+    across = (*inputs()[:2], *_heads(draw, 1, 4, 2, 20, 32)[1:], None)
+    yield Sample("150 queries of 20 keys", across, {"is_causal": False})
+    bounds = _packed(*(torch.tensor(each, device=device) for each in ((88, 62), (5, 15))))
+    yield Sample("packed, more queries than keys", across, {**bounds, "is_causal": False}, needs=("packed",))
+    query, keys, last = leaf(draw.normal(1, 1, 2, 16)), draw.normal(1, 1, 65600, 16), torch.arange(65600, device=device)
+    far = (AttentionModule(1), query, keys, keys, (last > 65500).expand(1, 1, 2, -1))
+    yield Sample("a mask past 2**16 keys", far, needs=("dense_mask",))
 
 
 def _combined_shapes(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -126,16 +141,19 @@ def _combined_shapes(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
         query = leaf(draw.normal(batch, queries, q_heads, width, scale=0.5).transpose(1, 2))
         _, key, value = _heads(draw, batch, q_heads, k_heads, keys, width, value_width)
         needs: list[str] = []
+        first_seen = min(70, keys - 8) if "tile" in mask else 2 if "sides" in mask else 0
         given: Tensor | None = None
         kw: dict[str, Any] = {"scaling": scaling, "is_causal": causal}
         if "boolean" in mask or "added" in mask:
             given = draw.normal(batch, q_heads if "head" in mask else 1, queries, keys).float() > 0
-            given[..., 0], given[-1, :, 1] = True, "empty rows" not in mask
+            given[..., first_seen], given[-1, :, 1] = True, "empty rows" not in mask
+            given[..., :first_seen] = False
             given = draw.normal(*given.shape).masked_fill(~given, float("-inf")) if "added" in mask else given
             needs += ["dense_mask"]
         elif "padding" in mask:  # of three sequences, one is padding alone
             kept = torch.arange(keys, device=device) < torch.tensor([[keys - 3], [0], [keys]], device=device)[:batch]
             given = kept.flip(1) if "left" in mask else kept
+            given[:, :first_seen] = False
             needs += ["padding_mask"]
         elif mask == "packed":
             ends = [torch.tensor([0, 2, 2, each - 1, each, each], device=device) for each in lengths]
@@ -172,6 +190,14 @@ def _combined_shapes(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
         yield from together(make, **shapes, **both, options=options, window=("short", "long"))
         if masks in (("no",), dense):
             yield from together(make, **shapes | {"mask": masks[:2]}, **both, options=(("bias",),))
+    # Widths that many kernels have code of their own for, and masks that hide a whole tile.
+    shapes = {"heads": ((12, 2),), "lengths": ((40, 130), (90, 90)), "widths": ((128, 128), (64, 64)), **both}
+    padding = ("padding", "padding on both sides", "padding of a tile")
+    tile = ("boolean after a tile", "added after a tile")
+    for kinds in (("no",), tile, padding, ("packed",)):
+        shapes |= {"mask": kinds, "batch": (1,) if kinds == ("packed",) else (1, 3)}
+        options = [(), *several[kinds == tile : 3], ("softcap", "sinks")]
+        yield from together(make, **shapes, options=options)
 
 
 def large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -455,6 +481,23 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     yield edge("the next batch's padding", *padding, mask=padded(9, 12), shape=square, is_causal=False)
     bounds = _packed(torch.tensor([1, 9, 0, 4, 6, 1], device=device))
     yield edge("the next batch's sequences", "packed", shape=along, is_causal=False, **bounds)
+    yield edge("heads of 256, two sequences", shape=(2, 2, 1, 9), widths=(256, 256))
+    between = padded(12, 9) & (torch.arange(12, device=device) != 5)
+    yield edge("padding between tokens", *padding, mask=between, shape=square)
+    given: dict[str, Any] = {
+        "chosen_keys": {"indices": chosen[:1]},
+        "query_sinks": {"sinks": leaf(draw.normal(1, 4, 12, 1))},
+        "position_bias": {"position_bias": leaf(draw.normal(1, 4, 12, 12))},
+        "padding_mask": {"mask": padded(7).flip(1)},
+        "sliding_window": {"sliding_window": 3},
+        "packed": _packed(torch.tensor([5, 7], device=device)),
+        "dense_mask": {"mask": numbers[:1]},
+        "sinks": {"s_aux": sinks()},
+    }
+    for one_of, other in combinations(given, 2):  # of the first three and all; sinks of both kinds have no meaning
+        if one_of in [*given][:3] and (one_of, other) != ("query_sinks", "sinks"):
+            name = f"{one_of} and {other} alone".replace("_", " ")
+            yield edge(name, one_of, other, shape=(1, 4, 2, 12), **given[one_of], **given[other])
 
 
 _ALIKE_OPTIONS = {"scaling", "softcap", "s_aux", "sliding_window", "is_causal"}

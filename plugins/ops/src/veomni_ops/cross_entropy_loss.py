@@ -206,6 +206,14 @@ def _causal_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[
     yield Sample("9001 words", _problem(draw, tokens=5, hidden=8, vocabulary=9001))
     if dtype != torch.float16:  # as in _causal_large
         yield Sample("4200 tokens", _masked(_problem(draw, tokens=4200, hidden=8, vocabulary=17)))
+    draw = Draw(device, dtype, seed=8)
+    hidden, weight, labels = _problem(draw, tokens=4, hidden=8, vocabulary=262_208)
+    labels[-1] = 262_207
+    yield Sample("past 262144 words", (hidden, weight, labels))
+    # Most of a word's gradient has one sign: a sum in 16 bits, token by token, stops to grow.
+    _, weight, labels = _problem(draw, tokens=1024, hidden=2, vocabulary=1536)
+    hidden = leaf(draw.normal(1024, 2, scale=0.25, shift=1.0))
+    yield Sample("states of one sign", (hidden, weight, labels), {"num_items_in_batch": 4})
 
 
 def _causal_large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -182,6 +182,19 @@ class DeltaRuleSamples:
         }
         for batches, packed in (((1, 3), ("not",)), ((1,), ("int32", "int64"))):
             yield from together(make, batch=batches, **shapes, **kinds, packed=packed, layout=(CONTIGUOUS, EVERY_OTHER))
+        # The states of most models, for which kernels have paths of their own; and more boundaries than a tile has.
+        of_models: tuple[tuple[str, int, int, Sequence[int]], ...] = (
+            ("two rows, 128 columns, initial states", 2, 128, ()),
+            ("packed, 128 columns, initial states", 1, 128, (3, 19)),
+            ("70 packed sequences", 1, 8, range(2, 141, 2)),
+        )
+        for name, batch, width, ends in of_models:
+            heads = 2 if width == 128 else 1
+            problem = self._problem(draw, batch, ends[-1] if ends else 19, (1, heads), (width, width))
+            options = {"cu_seqlens": _bounds_at(device, *ends)} if ends else {}
+            if width == 128:
+                options["initial_state"] = _state(draw, len(ends) or batch, heads, width, width)
+            yield Sample(name, problem, {**kept, **options}, values_only=True)
 
     def large(self, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         """As a model has them."""

@@ -112,6 +112,10 @@ def rank_samples(device: torch.device, dtype: torch.dtype) -> Iterator[RankSampl
     yield RankSample("a row of one number", tuple(map(_signed, few)))
     yield RankSample("hidden states with a stride", tuple(_strided(draw, distinct(4, 2, 2)) for _ in range(2)))
     yield RankSample("partial sums that cancel", tuple(_cancelling(draw) for _ in range(4)))
+    # More experts than a byte counts.
+    yield RankSample(
+        "300 experts", tuple(_of_a_rank(draw, draw.integers(300, tokens, 4), dtype, 8, 150) for tokens in (65, 40))
+    )
 
 
 def _of_a_rank(

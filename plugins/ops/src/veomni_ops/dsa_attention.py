@@ -344,6 +344,14 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     kinds = {"holes": (False, True), "scaling": (0.1, 0.3), "layout": LAYOUTS}
     for losses in ((None,), ((3, 8), (16, 64))):
         yield from together(make, **shapes, widths=((24, 16), (80, 80), (96, 64)), **kinds, loss=losses)
+    for name, lengths, widths in (
+        ("all keys of packed, in several tiles", (70, 30, 50), (24, 16)),
+        ("all keys, latents of 512 and 64 columns", (33,), (576, 512)),
+    ):
+        query, latents, _, *rest = problems.call(1, sum(lengths), 1, 3, widths)
+        visible = causal_ranges(1, sum(lengths), sum(lengths), lengths).to(device)
+        call = query, latents, None, *rest
+        yield Sample(name, call, {"visible": visible}, (DENSE_STAGE,), values_only=True)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

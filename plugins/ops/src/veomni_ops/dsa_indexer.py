@@ -218,6 +218,10 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     shapes = {"batch": (1, 3), "queries": (5, 70), "more_keys": (20, 100), "heads": (1, 5, 16), "width": (8, 80)}
     kinds = {"bools": ("ranges", "bools", "transposed bools"), "ties": (False, True), "weights": (torch.float32, dtype)}
     yield from together(make, **shapes, top_k=(2, 20, 128), **kinds)
+    query, key, weights, visible, top_k = problems.call(1, 5, 512, 1, keys=8200, tied=True)
+    query[..., 0] = key[..., 0] = 33.0  # exact still, and all scores are in one bin of a search by the highest bits
+    call = query, key, torch.ones_like(weights), visible, top_k
+    yield Sample("8200 scores close to each other", call, values_only=True)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -162,6 +162,7 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
 
     shapes = {"layers": (1, 2, 7), "shape": ((1, 7), (2, 33), (3, 64)), "experts": (12, 96, 160), "top_k": (1, 2, 9)}
     yield from together(make, **shapes, mask=(None, torch.int64, torch.bool, torch.float32))
+    yield Sample("22 of 128 experts", (_logits(Draw(device, dtype, seed=2), 1, 33, 128, skew=1.0), 128, 22))
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

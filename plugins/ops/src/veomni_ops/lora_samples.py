@@ -21,6 +21,7 @@ _ADAPTED: dict[str, tuple[str, tuple[int, float] | None, tuple[int, float] | Non
     "an expert twice in a row": ("an adapter of gate and up alone", (4, 0.5), None, True),
     "dropped indices": ("an adapter of down alone, dropped indices", None, (2, 2.0), False),
     "no tokens": ("adapters without tokens", (2, 1.0), (2, 1.0), False),
+    "nine choices, some twice, some dropped": ("adapters of rank 128", (128, 0.5), (128, 2.0), False),
     "transposed weights": ("adapters of transposed weights", (33, 0.5), (64, 2.0), False),
 }
 

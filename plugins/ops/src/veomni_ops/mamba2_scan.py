@@ -329,6 +329,11 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     yield from together(
         make, **shapes, **kinds, d=yes, bias=yes, softplus=yes, limits=limits, layout=(CONTIGUOUS, EVERY_OTHER)
     )
+    # The states of most models, and counts of heads that fill no tile.
+    for heads, widths in (((2, 1), (64, 128)), ((24, 8), (6, 8)), ((65, 5), (6, 8))):
+        given = {**problems.of_heads(heads[0]), **problems.states(2, heads[0], *widths)}
+        name = f"two rows of {heads[0]} heads, states of {widths[1]} columns"
+        yield Sample(name, problems.call(2, 19, heads, widths), given, values_only=True)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -29,14 +29,16 @@ def far_apart(x: Tensor) -> Tensor:
     """``x[2, ...]`` with its second row more than 2**31 elements behind the first: see :func:`has_room`.
 
     Args:
-        x: a batch of two. What lies between its rows is zeros.
+        x: a batch of two. What lies between its rows is zeros, or left as it is on a CPU.
 
     Example:
         >>> far_apart(torch.ones(2, 3, device="meta")).stride()
         (2147483712, 1)
     """
     row = x[0].numel()
-    memory = x.detach().new_zeros(_FAR + row)
+    # A CPU gives no memory for pages that nothing writes.
+    make = torch.empty if x.device.type == "cpu" else torch.zeros
+    memory = make(_FAR + row, dtype=x.dtype, device=x.device)
     rows = memory.as_strided((2, row), (_FAR, 1)).unflatten(1, x.shape[1:])
     return leaf(rows.copy_(x.detach()))
 

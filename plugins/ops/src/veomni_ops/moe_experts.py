@@ -15,6 +15,8 @@ take ``gate_up_lora`` and ``down_lora``: for a projection ``[E, out, in]`` the a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from torch.nn import functional as F
 from veomni_ops.combinations import CONTIGUOUS, EVERY_OTHER, LAYOUTS, TRANSPOSED, laid_out, together
 from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, compute_dtype, leaf, tolerances
 from veomni_ops.lora_samples import LORA, Adapter, adapter, with_adapters
+from veomni_ops.memory_places import far_apart, has_room
 
 
 def standard(
@@ -163,7 +166,7 @@ def _with_biases(maker: SampleMaker, many: bool = False) -> SampleMaker:
             biases = (leaf(draw.normal(*shape, scale=scale)) for shape in shapes)
             limit = _OUT_OF_REACH if many else _limit(dtype)
             args = (hidden, *others, *biases, 1.702, limit, number % 2 == 0)
-            yield Sample(sample.name, args, sample.kwargs, sample.needs, values_only=sample.values_only)
+            yield replace(sample, args=args)
 
     return samples
 
@@ -276,6 +279,23 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     yield from _past_a_tile(device, dtype)
     if dtype == torch.float32:
         yield from _combined_shapes(device, dtype)
+    draw = Draw(device, dtype, seed=8)
+    # In 16 bits nearly all are of one expert, of which 16 bits hold neither a count nor a sum on the way. In float32
+    # such a sum's own rounding is at the tolerances.
+    index = draw.integers(16, 8200, 8) * (dtype == torch.float32)
+    index[-1] = 1
+    hidden, index, weights, *projections = _problem(draw, index, 8, 8, 16)
+    yield Sample("past 65535 rows of experts", (hidden, index, leaf(weights.detach().clamp(max=1.0)), *projections))
+    problem = _problem(draw, _distinct(draw, 9, 1, 2), 32, 16, 2)
+    for place, name in ((3, "gate and up"), (4, "down")) if device.type == "cpu" or has_room(device, dtype) else ():
+        yield Sample(
+            f"{name} past 2**31 elements", problem, values_only=True, laid_out=partial(_experts_far_apart, place)
+        )
+
+
+def _experts_far_apart(place: int, sample: Sample) -> Sample:
+    args = sample.args
+    return replace(sample, args=(*args[:place], far_apart(args[place]), *args[place + 1 :]))
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -137,6 +137,12 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     few = Sizes(block_count=4, window=70)
     yield Sample("few of many blocks, packed", *problems.call(1, 700, (6, 2), (40, 24), few, (33, 500, 1, 166)))
     yield Sample("75 blocks", *problems.call(1, 600, (2, 1)))
+    for name, tokens, sizes in (
+        ("200 blocks", 400, Sizes(2, 1, 2, 8, window=6)),
+        ("two first blocks and four last ones", 100, Sizes(4, 2, 8, 7, 2, 4, 6)),
+        ("compressed keys of four strides", 100, Sizes(8, 2, 8, 4, window=6)),
+    ):
+        yield Sample(name, *problems.call(1, tokens, (2, 1), (8, 8), sizes), values_only=True)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -133,6 +133,7 @@ def _beyond_a_tile(group_size: int | None) -> SampleMaker:
         yield from together(make, **shapes, eps=(1e-6, 1e-5, 1e-3), layout=LAYOUTS, gate=LAYOUTS)
         yield replace(make((2,), 2, 256, 1e-6, CONTIGUOUS, CONTIGUOUS), name="two groups of 256")
         yield replace(make((2,), 1, 12_296, 1e-6, CONTIGUOUS, CONTIGUOUS), name="12296 columns")
+        yield replace(make((2,), 2, 2560, 1e-6, CONTIGUOUS, CONTIGUOUS), name="two groups of 2560")
 
     return samples
 

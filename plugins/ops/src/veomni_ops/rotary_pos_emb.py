@@ -308,6 +308,7 @@ def _shaped(shapes: tuple[_Shape, ...], arity: int, whole: bool, layout: AngleLa
         yield from drawn.shaped(shapes)
         if shapes is _BEYOND_A_TILE:
             yield from drawn.together()
+            yield from drawn.shaped((_Shape("heads of 512", 1, (2, 1), 3, 512, 320),))
 
     return samples
 

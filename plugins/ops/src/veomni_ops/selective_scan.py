@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veomni_ops.combinations import LAYOUTS, laid_out, together
 from veomni_ops.contract import Contract, Draw, Sample, compute_dtype, leaf
 from veomni_ops.memory_places import alone
 from veomni_ops.recurrence_tolerances import GRADIENTS, VALUES, present
@@ -249,6 +250,28 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     yield Sample("33 columns of a state", call, given)
     packed = {"seq_idx": problems.packed([3, 321, 1, 2, 3]), **problems.gated(1, 330, 130)}
     yield Sample("packed, many chunks", problems.call(1, 330, 130, 16, decay=0.05), packed)
+    past = problems.call(1, 2100, 4, decay=0.05)
+    yield Sample("past 2048 tokens", past, problems.gated(1, 2100, 4), values_only=True)
+
+    def make(
+        batch: int, length: int, sizes: tuple[int, int], packed: str, states: str, layout: str, **given: bool
+    ) -> Sample:
+        x, dt, A, B, C = problems.call(batch, length, *sizes, decay=0.1)
+        dt = dt if given["dt_softplus"] else leaf(dt.detach().sigmoid() + 2.0)  # above 0 with a bias too
+        options = problems.gated(batch, length, sizes[0])
+        x, dt, B, C, options["z"] = (laid_out(each.detach(), layout) for each in (x, dt, B, C, options["z"]))
+        options = {name: each for name, each in options.items() if given[name]}
+        kept = problems.states(batch, *sizes)
+        options |= {name: each for name, each in kept.items() if name.split("_")[-2] in states}
+        if packed != "not":
+            rows = [[3, 1, length - 4], [length], [1, length - 1]][:batch]
+            options["seq_idx"] = problems.packed(*rows).to(getattr(torch, packed)) * 5
+        return Sample("", (x, dt, A, B, C), options)
+
+    shapes = {"batch": (1, 3), "length": (5, 70, 128), "sizes": ((6, 8), (40, 16), (3, 24))}
+    kinds = {"packed": ("not", "int32", "int64"), "states": ("none", "initial", "final", "initial and final")}
+    optional = dict.fromkeys(("D", "z", "dt_bias", "dt_softplus"), (True, False))
+    yield from together(make, **shapes, **kinds, **optional, layout=LAYOUTS)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

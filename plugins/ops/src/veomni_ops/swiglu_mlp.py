@@ -119,7 +119,8 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
         return Sample("", (laid_out(gate, layout), laid_out(draw.normal(*rows, width), up)))
 
     yield from together(make, rows=ROWS, width=(80, 112, 272), layout=LAYOUTS, up=LAYOUTS)
-    yield Sample("12296 columns", (leaf(draw.normal(2, 12_296, scale=0.5)), leaf(draw.normal(2, 12_296))))
+    for width in (12_296, 53_248):
+        yield Sample(f"{width} columns", (leaf(draw.normal(2, width, scale=0.5)), leaf(draw.normal(2, width))))
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

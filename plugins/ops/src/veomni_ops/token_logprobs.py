@@ -256,6 +256,9 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     yield Sample("9001 words", head_problem(draw, tokens=5, hidden=8, vocabulary=9001), both)
     each = {"temperature": draw.normal(4200).float().abs() + 0.5}
     yield Sample("4200 temperatures", head_problem(draw, tokens=4200, hidden=8, vocabulary=17), both | each)
+    hidden, weight, at = head_problem(draw, tokens=4, hidden=8, vocabulary=262_208)
+    at[-1] = 262_207
+    yield Sample("past 262144 words", (hidden, weight, at), both)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,20 +21,24 @@ from veomni_core.changes.change import Change
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.sites.walk import named_modules
 from veomni_transformers.attention.interface_names import calls_beneath, is_in_use
+from veomni_transformers.attention.kernel_lookup import looked_up, looks_up
 from veomni_transformers.attention.lent_names import NAME, lend, take_back
 
 _OWN = "_veomni_own_configs"
 
 
-def config_changes(model: nn.Module, path: str, name: str, own: bool = False) -> Iterator[Change]:
+def config_changes(
+    model: nn.Module, path: str, name: str, own: bool = False, runs: Mapping[str, Any] | None = None
+) -> Iterator[Change]:
     """Select the interface ``name`` for every module that shares the config at ``path``, in no other model.
 
-    ``own``: the model gets configs of its own also where ``name`` is what it is set to.
+    ``own``: the model gets configs of its own also where ``name`` is what it is set to. ``runs`` has the attention
+    function of each attention module, by its path.
     """
     module = model.get_submodule(path)
     if (own or interface_of(module) != name) and _OWN not in vars(model):
         yield OwnConfigs(model)
-    yield InterfaceChange(model, module, name)
+    yield InterfaceChange(model, module, name, runs or {})
 
 
 def interface_of(module: Any) -> str:
@@ -135,11 +139,14 @@ class _Copied:
 
 
 class InterfaceChange:
-    """Sets the name of the attention interface in the config that ``module`` holds, and in that one alone."""
+    """Sets the name of the attention interface in the config that ``module`` holds, and in that one alone.
 
-    def __init__(self, model: nn.Module, module: nn.Module, name: str) -> None:
+    Masks are then built for ``runs``: each attention module's function, by its path.
+    """
+
+    def __init__(self, model: nn.Module, module: nn.Module, name: str, runs: Mapping[str, Any]) -> None:
         self._model, self._module = weakref.ref(model), weakref.ref(module)
-        self.name = name
+        self.name, self._runs = name, runs
         self._before: Any = None
 
     def apply(self) -> None:
@@ -156,9 +163,14 @@ class InterfaceChange:
         if (config := self._config()) is None:
             return ""
         found = config._attn_implementation
-        if found == self.name or calls_beneath(str(found)) == self.name:
-            return ""
-        return f"its attention was set to {found}"
+        if found != self.name:
+            return "" if calls_beneath(str(found)) == self.name else f"its attention was set to {found}"
+        modules = dict(named_modules(self._model()))  # type: ignore[arg-type]
+        there = {path: modules[path] for path in self._runs if path in modules and looks_up(modules[path])}
+        strangers = [path for path, module in there.items() if looked_up(module) is not self._runs[path]]
+        return (
+            f"{strangers[0]} runs attention of its own, with masks that were built for the kernel" if strangers else ""
+        )
 
     @property
     def place(self) -> Hashable:
@@ -177,7 +189,7 @@ class InterfaceChange:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InterfaceChange:
         model: Any = copy.deepcopy(self._model(), memo)
-        duplicate = InterfaceChange(model, copy.deepcopy(self._module(), memo), self.name)  # type: ignore[arg-type]
+        duplicate = InterfaceChange(model, copy.deepcopy(self._module(), memo), self.name, self._runs)  # type: ignore[arg-type]
         duplicate._before = self._before
         if is_in_use(self.name) and interface_of(self._module()) == self.name:  # the copied config names what leaves
             own = copy.deepcopy(vars(self._model())[_OWN], memo)

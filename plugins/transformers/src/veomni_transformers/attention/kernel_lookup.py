@@ -2,7 +2,9 @@
 
 A module looks its attention function up in transformers' table, by the name in its config. A bound one has a forward
 that sees another table. Under the name that the config had at bind it answers the kernel, and under any other name what
-transformers' table does. So the config keeps a name that transformers knows, and masks are built as for that name.
+transformers' table does. So the config keeps its name, and masks are built as for that name. Where the kernel takes
+other masks than the name stands for, as in the place of eager attention, the config has one on loan instead
+(:mod:`veomni_transformers.attention.lent_names`).
 """
 
 from __future__ import annotations
@@ -56,16 +58,18 @@ class LookupChange(ForwardChange):
         super().apply()
 
 
-def known_name(named: str, mask: Function) -> str:
-    """The interface of transformers whose masks ``mask`` builds: the one that is ``named``, or else sdpa; or none."""
+def keeps_name(name: str, mask: Function) -> bool:
+    """Whether ``name`` is an interface of transformers whose masks ``mask`` builds; eager attention is none."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    for name in (named, "sdpa"):
-        known = name != EAGER and name in ALL_ATTENTION_FUNCTIONS and not is_in_use(name)
-        if known and ALL_MASK_ATTENTION_FUNCTIONS.get(name) is mask:
-            return name
-    return ""
+    known = name != EAGER and name in ALL_ATTENTION_FUNCTIONS and not is_in_use(name)
+    return known and ALL_MASK_ATTENTION_FUNCTIONS.get(name) is mask
+
+
+def looks_up(module: nn.Module) -> bool:
+    """Whether ``module`` looks its attention function up in transformers' table, by the name in its config."""
+    return "config" in vars(module) and TABLE in dict(global_functions(current_forward(module)))
 
 
 def can_look_up(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from veomni_ops.attention import FEATURES_OF_OPTIONS, MASK_FEATURES
 from veomni_transformers.attention.compiled_masks import without_masks_of_plain_rows
 from veomni_transformers.attention.config_changes import config_changes, interface_of, is_eager
 from veomni_transformers.attention.interface_names import RegisteredInterface, interface_entries, registered
-from veomni_transformers.attention.kernel_lookup import TABLE, can_look_up, known_name, looked_up, lookup_changes
+from veomni_transformers.attention.kernel_lookup import can_look_up, keeps_name, looked_up, looks_up, lookup_changes
 from veomni_transformers.attention.mask_builders import builder_of
 from veomni_transformers.attention.proof import prove_attention
 from veomni_transformers.attention.situations import situations
@@ -26,7 +26,7 @@ from veomni_transformers.engine.sharding import ModelSharding
 from veomni_transformers.forwards.like_eager import refusing_boolean_masks
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.code_read import Places, ReadsForward, code_of, module_at
-from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
+from veomni_transformers.proving.functions import code_layers, current_forward
 from veomni_transformers.proving.proof import Proof
 
 
@@ -85,13 +85,14 @@ def _kernel_changes(model: nn.Module, path: str, interface: RegisteredInterface 
         yield from config_changes(model, path, interface)
         return
     modules = [(reader, module_at(model, reader)) for reader in readers_by_owner(model)[path]]
-    known = known_name(interface_of(module_at(model, path)), interface.mask)
-    if known and all(can_look_up(module) for _, module in modules):
-        yield from config_changes(model, path, known, own=True)
-        yield from lookup_changes(modules, known, interface.function)
+    runs = {reader: interface.function for reader, _ in modules}
+    name = interface_of(module_at(model, path))
+    if keeps_name(name, interface.mask) and all(can_look_up(module) for _, module in modules):
+        yield from config_changes(model, path, name, own=True, runs=runs)
+        yield from lookup_changes(modules, name, interface.function)
     else:
         yield interface
-        yield from config_changes(model, path, interface.name)
+        yield from config_changes(model, path, interface.name, runs=runs)
 
 
 def attention_function(model: nn.Module, path: str) -> Kernel | None:
@@ -124,19 +125,10 @@ def readers_by_owner(model: nn.Module) -> dict[str, list[str]]:
         owners.setdefault(id(config), path)
         forward = current_forward(module)
         if forward not in known:
-            known[forward] = _looks_up(forward)
+            known[forward] = looks_up(module)
         if known[forward]:
             readers.setdefault(id(config), []).append(path)
     return {owners[config]: paths for config, paths in readers.items()}
-
-
-def reads_interface(module: nn.Module) -> bool:
-    """Whether ``module`` looks its attention function up in transformers' table, by the name in its config."""
-    return "config" in vars(module) and _looks_up(current_forward(module))
-
-
-def _looks_up(forward: Any) -> bool:
-    return TABLE in dict(global_functions(forward))
 
 
 def _needs(model: nn.Module, paths: list[str]) -> Iterator[str]:

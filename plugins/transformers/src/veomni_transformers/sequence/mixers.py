@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.errors import ConfigError
 from veomni_core.planning.decisions import SiteDecision
-from veomni_transformers.attention.locator import reads_interface
+from veomni_transformers.attention.kernel_lookup import looks_up
 from veomni_transformers.changes.property_change import PropertyChange
 from veomni_transformers.packed.carried_states import carries_inputs, carries_state
 from veomni_transformers.proving.functions import current_forward, global_functions, with_globals
@@ -70,7 +70,7 @@ def mixer_problems(
                 yield f"{path} is a convolution"
         elif (carries_state(module) and not states & around) or (carries_inputs(module) and not told & around):
             yield f"{path} ({type(module).__name__}) carries along the sequence what its own code computes"
-        elif type(module).__name__.endswith("Attention") and path not in states and not reads_interface(module):
+        elif type(module).__name__.endswith("Attention") and path not in states and not looks_up(module):
             yield f"{path} ({type(module).__name__}) does not take its attention from transformers' interface"
     layers = {next(filter(str.isdigit, path.split(".")), "") for path in told}
     for kind in sorted({*layer_types} - _OTHERS):
