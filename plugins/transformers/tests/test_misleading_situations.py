@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -10,8 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from delta_rule_models import family
 from models import build
 from veomni_core import OpSlot, bind
+from veomni_core.errors import BindingError
 
 AUTO = {"preset": "auto"}
+MAMBA_2 = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4, "expand": 2}
+RECURRENT = {
+    "chunk_gated_delta_rule": partial(family, "qwen3_next"),
+    "mamba2_scan": partial(build, "mamba2", **MAMBA_2),
+    "selective_scan": partial(build, "mamba", state_size=8, time_step_rank=4),
+}
 
 
 class Declares(nn.Module):
@@ -58,10 +67,8 @@ class Logits(nn.Module):
 
 
 @pytest.mark.thorough
-def test_a_trace_of_a_bound_delta_rule_names_the_op():
-    model, ids = family("qwen3_next").eval(), torch.tensor([[5, 9, 17, 3]])
-    with (
-        bind(model, AUTO),
-        pytest.raises(RuntimeError, match="can't record the kernel of chunk_gated_delta_rule"),
-    ):
+@pytest.mark.parametrize("op", RECURRENT)
+def test_a_trace_of_a_bound_recurrence_names_the_op(op):
+    model, ids = RECURRENT[op]().eval(), torch.tensor([[5, 9, 17, 3]])
+    with bind(model, AUTO), pytest.raises(BindingError, match=f"can't record the kernel of {op}"):
         torch.jit.trace(Logits(model), ids)

@@ -23,6 +23,7 @@ from veomni_ops.contract import compute_dtype
 from veomni_ops.delta_recurrence import Bounds
 from veomni_torch.delta_chunks import Chunks, cut
 from veomni_torch.delta_inside import Inside, Options, solve
+from veomni_torch.traces import refuse_traces
 
 
 def in_chunks(
@@ -42,22 +43,12 @@ def in_chunks(
     The arguments are those of the ops, with ``g`` of either, and what ``check_call`` says of the boundaries.
     """
     per_channel = g.dim() == value.dim()
-    refuse_traces(per_channel)
+    refuse_traces("kda" if per_channel else "chunk_gated_delta_rule")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     chunks = cut(query.shape[1], bounds, query.device)
     wide = compute_dtype(query)
     options = Options(chunks, scale, per_channel, use_qk_l2norm_in_kernel, output_final_state, wide)
     return _DeltaRule.apply(query, key, value, g, beta, initial_state, options)  # type: ignore[no-any-return]
-
-
-def refuse_traces(per_channel: bool) -> None:
-    """Raise where ``torch.jit.trace`` records: it would end in a failed look-up of TorchScript's, or fix the length."""
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        op = "kda" if per_channel else "chunk_gated_delta_rule"
-        raise RuntimeError(
-            f"torch.jit.trace can't record the kernel of {op}, which goes over time in place: choose eager "
-            f"for {op}, undo the binding before the trace, or call torch.export.export"
-        )
 
 
 class _DeltaRule(Function):

@@ -19,8 +19,9 @@ from torch.autograd import Function
 from veomni_core.kernels import first_derivatives_only, without_autocast
 from veomni_ops.contract import compute_dtype
 from veomni_ops.delta_recurrence import NORM_EPS, Bounds
-from veomni_torch.delta_rule import in_chunks, refuse_traces
+from veomni_torch.delta_rule import in_chunks
 from veomni_torch.fixed_order import sum_of_halves
+from veomni_torch.traces import refuse_traces
 
 
 def in_fixed_order(
@@ -36,7 +37,7 @@ def in_fixed_order(
     bounds: Bounds | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The output in query's dtype, and the final states in float32 or ``None``; takes what ``in_chunks`` does."""
-    refuse_traces(g.dim() == value.dim())
+    refuse_traces("kda" if g.dim() == value.dim() else "chunk_gated_delta_rule")
     settings = (scale, output_final_state, use_qk_l2norm_in_kernel, bounds)
     output, final = _InFixedOrder.apply(query, key, value, g, beta, initial_state, settings)
     return output, final if output_final_state else None

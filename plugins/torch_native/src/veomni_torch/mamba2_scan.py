@@ -17,6 +17,7 @@ from veomni_ops.contract import compute_dtype
 from veomni_ops.mamba2_scan import check_call
 from veomni_torch.scan_groups import Groups, numbers_at_once, scanned_in_groups
 from veomni_torch.scan_inside import CHUNK, scanned
+from veomni_torch.traces import refuse_traces
 
 _FEWEST = 4  # chunks of a group: with many heads, a state per chunk would take more than the inputs
 
@@ -42,8 +43,10 @@ def standard(
 
     Raises:
         ValueError: shapes don't fit together.
+        BindingError: ``torch.jit.trace`` records the call.
     """
     check_call(x, dt, A, B, C, D, dt_bias, initial_states, dt_limit, seq_idx)
+    refuse_traces("mamba2_scan")
     wide = compute_dtype(x)
     with autocast_off(x.device.type):
         steps = dt.to(wide)

@@ -12,6 +12,7 @@ from veomni_core.kernels import autocast_off
 from veomni_ops.contract import compute_dtype
 from veomni_ops.selective_scan import check_call
 from veomni_torch.scan_groups import Groups, numbers_at_once, scanned_in_groups
+from veomni_torch.traces import refuse_traces
 
 _FEWEST = 16  # tokens of a group: a state per group would take more than the inputs
 
@@ -37,8 +38,10 @@ def standard(
 
     Raises:
         ValueError: shapes don't fit together.
+        BindingError: ``torch.jit.trace`` records the call.
     """
     check_call(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx)
+    refuse_traces("selective_scan")
     wide, (batch, channels, _), state_width = compute_dtype(x), x.shape, A.shape[1]
     tokens = max(_FEWEST, numbers_at_once(x.device) // max(1, batch * channels * state_width))
     groups = Groups(_inside, (batch, channels, state_width), tokens, wide)
