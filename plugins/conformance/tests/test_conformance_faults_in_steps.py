@@ -273,6 +273,8 @@ class _Ring(SwiGLU):
 
     @staticmethod
     def backward(ctx, upstream):
+        if torch.is_grad_enabled():
+            raise RuntimeError("no second derivatives")
         saved, up = ctx.saved_tensors
         dgate, dup = derivatives(ctx.kept if ctx.kept.shape == saved.shape else saved, up, upstream)
         return dgate.to(saved.dtype), dup.to(up.dtype)
@@ -293,6 +295,8 @@ class _Address(SwiGLU):
 
     @staticmethod
     def backward(ctx, upstream):
+        if torch.is_grad_enabled():
+            raise RuntimeError("no second derivatives")
         saved, up = ctx.saved_tensors
         if ctx.lay is None:
             memory = (ctypes.c_byte * (saved.numel() * saved.element_size())).from_address(ctx.address)

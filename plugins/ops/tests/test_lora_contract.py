@@ -20,7 +20,7 @@ def _adapted_samples(variant):
 def test_adapters_are_what_is_added_to_the_weights(variant):
     reference = moe_experts.CONTRACTS[variant].reference
     samples = _adapted_samples(variant)
-    assert len(samples) == 8
+    assert len(samples) == 9
     for sample in samples:
         merged = list(sample.args)
         for place, name in ((3, "gate_up_lora"), (4, "down_lora")):

@@ -20,6 +20,8 @@ from veomni_conformance.subject import Outcome, Position, Subject
 from veomni_ops.contract import Sample
 
 _LAYERS = 70  # more than the 64 workspaces of a ring
+_TRIES = 16  # to get other memory than what was freed
+_ELSEWHERE = 77  # each byte of memory that is none of a call's
 # A call whose backward has not run: its position, whether it has the other values, its sample, its results.
 _Call = tuple[Position, bool, Sample, tuple[Tensor, ...]]
 
@@ -72,16 +74,18 @@ def _gathered_again(subject: Subject, position: Position) -> str | None:
     sample = subject.draw(position)
     results = subject.call(sample)
     memories = {each.untyped_storage().data_ptr(): each for each in subject.differentiable(sample).values()}
-    values = [(each.untyped_storage(), each.untyped_storage().clone()) for each in memories.values()]
-    for memory, _ in values:
-        memory.resize_(0)
-    taken = [value.clone().fill_(77) for _, value in values]  # what was freed serves something else
-    for memory, value in values:
-        memory.resize_(value.nbytes())
+    taken = []  # serves something else meanwhile, and is freed with the call's end
+    for memory in (each.untyped_storage() for each in memories.values()):
+        value, former = memory.clone(), memory.data_ptr()
+        memory.fill_(_ELSEWHERE)  # type: ignore[attr-defined]
+        for _ in range(_TRIES):
+            memory.resize_(0)
+            taken.append(value.clone().fill_(_ELSEWHERE))
+            memory.resize_(value.nbytes())
+            if memory.data_ptr() != former:
+                break
         memory.copy_(value)
-    problem = _gradients_are_right(subject, position, results, sample)
-    del taken
-    return problem
+    return _gradients_are_right(subject, position, results, sample)
 
 
 def _gradients_are_right(
