@@ -160,17 +160,16 @@ class InterfaceChange:
             self._select(config, self._before if named == self.name else named)
 
     def overridden(self) -> str:
-        if (config := self._config()) is None:
+        model, config = self._model(), self._config()
+        if model is None or config is None:
             return ""
         found = config._attn_implementation
         if found != self.name:
             return "" if calls_beneath(str(found)) == self.name else f"its attention was set to {found}"
-        modules = dict(named_modules(self._model()))  # type: ignore[arg-type]
+        modules = dict(named_modules(model))
         there = {path: modules[path] for path in self._runs if path in modules and looks_up(modules[path])}
-        strangers = [path for path, module in there.items() if looked_up(module) is not self._runs[path]]
-        return (
-            f"{strangers[0]} runs attention of its own, with masks that were built for the kernel" if strangers else ""
-        )
+        stranger = next((path for path, module in there.items() if looked_up(module) is not self._runs[path]), "")
+        return f"{stranger} runs attention of its own, with masks built for the kernel" if stranger else ""
 
     @property
     def place(self) -> Hashable:
