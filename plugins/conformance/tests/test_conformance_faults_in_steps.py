@@ -289,8 +289,7 @@ class _Address(SwiGLU):
 
     @staticmethod
     def forward(ctx, gate, up):
-        ctx.lay = None if gate.is_contiguous() and gate.numel() else gate
-        ctx.address, ctx.shape = gate.data_ptr(), gate.shape
+        ctx.address = gate.data_ptr() if gate.is_contiguous() and gate.numel() else 0
         return SwiGLU.forward(ctx, gate, up)
 
     @staticmethod
@@ -298,9 +297,9 @@ class _Address(SwiGLU):
         if torch.is_grad_enabled():
             raise RuntimeError("no second derivatives")
         saved, up = ctx.saved_tensors
-        if ctx.lay is None:
+        if ctx.address:
             memory = (ctypes.c_byte * (saved.numel() * saved.element_size())).from_address(ctx.address)
-            saved = torch.frombuffer(memory, dtype=saved.dtype).view(ctx.shape).clone()
+            saved = torch.frombuffer(memory, dtype=saved.dtype).view(saved.shape).clone()
         dgate, dup = derivatives(saved, up, upstream)
         return dgate.to(saved.dtype), dup.to(up.dtype)
 

@@ -43,9 +43,9 @@ def check_on_ranks(spec: KernelSpec, op: OpSpec, device: torch.device, dtype: st
 def _merged(sample: str, lines: list[dict[str, Any] | None]) -> CaseResult:
     failures = []
     value = gradient = 0.0
-    for rank, line in enumerate(lines):
+    for line in lines:
         if line is not None:
-            failures += [f"rank {rank}: {failure}" for failure in line["failures"]]
+            failures += [f"rank {line['rank']}: {failure}" for failure in line["failures"]]
             value, gradient = max(value, line["worst_value"]), max(gradient, line["worst_gradient"])
     return CaseResult(sample, tuple(failures), value, gradient)
 

@@ -188,8 +188,9 @@ def run_rank(folder: Path, rank: int) -> None:
     contract = contract_for(op, spec.variant)
     assert isinstance(contract, RankContract)
     with (folder / f"rank{rank}").open("w") as lines:
-        for case in RankCheck(spec, contract, device, dtype, rank).cases(groups):
-            lines.write(json.dumps(asdict(case)) + "\n")
+        check = RankCheck(spec, contract, device, dtype, rank)
+        for case in check.cases(groups):
+            lines.write(json.dumps({"rank": check.place, **asdict(case)}) + "\n")
             lines.flush()
 
 
