@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from planted_faults import failures_of
@@ -13,8 +15,8 @@ from veomni_ops.expert_ranks import ExpertRanks
 from veomni_ops.token_dispatch import exchanged
 
 
-def _failures(kernel, dtype="float32"):
-    return failures_of(kernel, "token_dispatch", "exchanged", dtype)
+def _failures(kernel, dtype="float32", **options):
+    return failures_of(kernel, "token_dispatch", "exchanged", dtype, **options)
 
 
 def forgets_weights_gradient(hidden, top_k_index, top_k_weights, experts, ranks):
@@ -79,6 +81,47 @@ def combines_in_another_order(hidden, top_k_index, top_k_weights, experts, ranks
 @pytest.mark.thorough
 def test_rows_that_come_back_in_another_order_are_found():
     assert any("'odd counts': rank 0: the result is off" in failure for failure in _failures(combines_in_another_order))
+
+
+def takes_its_number_in_the_world(hidden, top_k_index, top_k_weights, experts, ranks):
+    own = replace(ranks, rank=dist.get_rank() % ranks.size)
+    return exchanged(hidden, top_k_index, top_k_weights, experts, own)
+
+
+_last = {}
+
+
+class _Forgets(torch.autograd.Function):
+    """The identity, whose backward multiplies by what the last forward was called with."""
+
+    @staticmethod
+    def forward(ctx, hidden, factor):
+        _last["factor"] = factor
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1 + _last["factor"]), None
+
+
+def reads_the_last_forward_in_backward(hidden, top_k_index, top_k_weights, experts, ranks):
+    at = top_k_index[:1].sum().float()
+    hidden = _Forgets.apply(hidden, at)
+    return exchanged(
+        hidden / (1 + at) + (hidden - hidden / (1 + at)).detach(), top_k_index, top_k_weights, experts, ranks
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "kernel, words",
+    [
+        (takes_its_number_in_the_world, "'a rank without tokens': rank"),
+        (reads_the_last_forward_in_backward, "where another layer's forward runs before its backward"),
+    ],
+)
+def test_what_a_rank_keeps_of_the_world_or_of_another_layer_is_found(kernel, words):
+    assert any(words in failure for failure in _failures(kernel, deterministic=True)), _failures(kernel)
 
 
 def raises_on_one_rank(hidden, top_k_index, top_k_weights, experts, ranks):

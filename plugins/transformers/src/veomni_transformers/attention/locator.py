@@ -81,11 +81,14 @@ class AttentionInterface(ReadsForward):
 
 
 def _kernel_changes(model: nn.Module, path: str, interface: RegisteredInterface | str) -> Iterator[Change]:
-    if isinstance(interface, str):
-        yield from config_changes(model, path, interface)
-        return
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     modules = [(reader, module_at(model, reader)) for reader in readers_by_owner(model)[path]]
-    runs = {reader: interface.function for reader, _ in modules}
+    function = ALL_ATTENTION_FUNCTIONS[interface] if isinstance(interface, str) else interface.function
+    runs = {reader: function for reader, _ in modules}
+    if isinstance(interface, str):
+        yield from config_changes(model, path, interface, runs=runs)
+        return
     name = interface_of(module_at(model, path))
     if keeps_name(name, interface.mask) and all(can_look_up(module) for _, module in modules):
         yield from config_changes(model, path, name, own=True, runs=runs)
