@@ -259,6 +259,15 @@ def padding_by_identity(module, query, key, value, attention_mask, **options):
 _ring, _turns, _instances = {}, Counter(), {}
 
 
+def _of_gate(ctx, upstream, replaced):
+    """The gradients, of what ``replaced`` gives for the ``gate`` that was saved."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("no second derivatives")
+    gate, up = ctx.saved_tensors
+    dgate, dup = derivatives(replaced(gate), up, upstream)
+    return dgate.to(gate.dtype), dup.to(up.dtype)
+
+
 class _Ring(SwiGLU):
     """Saves the activation in one of sixteen workspaces, which calls take in turn."""
 
@@ -273,11 +282,7 @@ class _Ring(SwiGLU):
 
     @staticmethod
     def backward(ctx, upstream):
-        if torch.is_grad_enabled():
-            raise RuntimeError("no second derivatives")
-        saved, up = ctx.saved_tensors
-        dgate, dup = derivatives(ctx.kept if ctx.kept.shape == saved.shape else saved, up, upstream)
-        return dgate.to(saved.dtype), dup.to(up.dtype)
+        return _of_gate(ctx, upstream, lambda saved: ctx.kept if ctx.kept.shape == saved.shape else saved)
 
 
 def saves_into_a_ring_of_workspaces(gate, up):
@@ -294,14 +299,13 @@ class _Address(SwiGLU):
 
     @staticmethod
     def backward(ctx, upstream):
-        if torch.is_grad_enabled():
-            raise RuntimeError("no second derivatives")
-        saved, up = ctx.saved_tensors
-        if ctx.address:
+        def lying_there(saved):
+            if not ctx.address:
+                return saved
             memory = (ctypes.c_byte * (saved.numel() * saved.element_size())).from_address(ctx.address)
-            saved = torch.frombuffer(memory, dtype=saved.dtype).view(saved.shape).clone()
-        dgate, dup = derivatives(saved, up, upstream)
-        return dgate.to(saved.dtype), dup.to(up.dtype)
+            return torch.frombuffer(memory, dtype=saved.dtype).view(saved.shape).clone()
+
+        return _of_gate(ctx, upstream, lying_there)
 
 
 def keeps_an_address_for_backward(gate, up):
