@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -200,6 +202,14 @@ def test_a_plugin_that_is_allowed_and_blocked_is_an_error(install_healthy):
     install_healthy("good-plugin", "good")
     with pytest.raises(ConfigError, match="good-plugin: named in VEOMNI_PLUGINS and in VEOMNI_PLUGINS_BLOCK"):
         discover({"VEOMNI_PLUGINS": "good-plugin", "VEOMNI_PLUGINS_BLOCK": "good-plugin"})
+
+
+def test_a_plugin_that_seeds_while_imported_leaves_the_process_its_random_numbers(install, monkeypatch):
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # other threads' draws would be made again
+    install("seeding-plugin", f"import random\nrandom.seed(0)\n{API}")
+    before = random.getstate()
+    assert "seeding-plugin" in [record.name for record in discover({}).plugins]
+    assert random.getstate() == before
 
 
 def test_the_order_does_not_depend_on_installation_or_hash_seed(install_healthy, tmp_path):
