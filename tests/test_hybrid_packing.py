@@ -231,3 +231,20 @@ def test_with_all_its_kernels_a_hybrid_trains_as_the_eager_one(model_type):
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-6)
     for name, gradient in wanted[1].items():
         assert (found[1][name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
+
+
+@pytest.mark.thorough(one_per=[])
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next", "bamba", "falcon_h1", "kimi_linear"])
+def test_plan_and_receipt_say_that_eager_code_mixes_packed_sequences(model_type):
+    model, plain = hybrid(model_type), hybrid(model_type)
+    said = "packed sequences: transformers' own code mixes them; bound, they stay apart or are refused"
+    with bind(model, KERNELS) as binding:
+        reading = {decision.site.op_name for decision in binding.plan.decisions if decision.bound}
+        assert reading <= {"causal_conv1d", "chunk_gated_delta_rule", "kda", "mamba2_scan"} and reading
+        for op in binding.plan.ops:
+            assert any(said in each for each in op.left_out) == (op.op_name in reading)
+        assert "Not proven: " in binding.receipt.table() and said in binding.plan.table()
+        row, packed = tokens(1, sum(LENGTHS)), {"position_ids": POSITIONS, "use_cache": False}
+        with torch.no_grad():
+            apart, mixed = model(row, **packed).logits, plain(row, **packed).logits
+        assert (apart - mixed).norm() > 1e-3 * mixed.norm()

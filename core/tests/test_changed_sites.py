@@ -116,6 +116,40 @@ def test_a_class_that_is_replaced_runs_and_is_reported():
     assert type(model.model.norm) is Seven
 
 
+MLP, EXPERTS = ("swiglu_mlp", "layers.1.mlp"), ("moe", "layers.1.mlp.experts")
+PLACES = [(family, "rms_norm", "norm") for family in ("llama", "gemma3_text", "qwen3_moe", "olmo2", "mistral")]
+PLACES += [("llama", *MLP), ("gemma3_text", *MLP), ("olmo2", *MLP), ("mistral", *MLP), ("qwen3_moe", *EXPERTS)]
+
+
+@pytest.mark.parametrize(("family", "op", "path"), PLACES)
+def test_another_module_in_the_place_of_a_bound_one_is_in_the_receipt(family, op, path):
+    model, other = build(family), build(family)
+    with bind(model, {"preset": "eager", f"{op}_implementation": "one"}, registry=REGISTRY) as binding:
+        owner, _, name = path.rpartition(".")
+        around, own = model.model.get_submodule(owner), model.model.get_submodule(path)
+        setattr(around, name, copy.deepcopy(own))  # which runs the kernel too
+        assert not binding.receipt.changed
+        setattr(around, name, nn.Sequential(own))  # as an adapter holds what it is put around
+        assert not binding.receipt.changed
+        setattr(around, name, other.model.get_submodule(path))
+        kind = type(other.model.get_submodule(path)).__name__
+        assert binding.receipt.changed == {f"model.{path}": f"another {kind} was put in its place"}
+        del own  # the bound module is freed
+        assert binding.receipt.changed == {f"model.{path}": f"another {kind} was put in its place"}
+        del around._modules[name]
+        assert not binding.receipt.changed
+
+
+def test_layers_that_change_places_or_are_taken_out_are_not_replaced_ones():
+    model = build("llama")
+    with bind(model, NORMS, registry=REGISTRY) as binding:
+        first, second = model.model.layers
+        model.model.layers = nn.ModuleList([second, first])
+        assert not binding.receipt.changed
+        model.model.layers = nn.ModuleList([second])
+        assert not binding.receipt.changed
+
+
 def test_accelerate_s_hooks_over_a_bound_model_keep_its_kernels_until_undo():
     hooks = pytest.importorskip("accelerate.hooks")
     model, eager = build("llama"), build("llama")
@@ -125,7 +159,10 @@ def test_accelerate_s_hooks_over_a_bound_model_keep_its_kernels_until_undo():
             hooks.add_hook_to_module(module, hooks.AlignDevicesHook(io_same_device=True))
     assert_equal_steps(step(model), step(eager))
     assert calls[("rms_norm", "standard", "one")] == 5
+    assert not binding.receipt.changed  # the hooks call the kernels
+    model.model.norm._old_forward = eager.model.norm._old_forward
     assert "set by accelerate's AlignDevicesHook" in binding.receipt.changed["model.norm"]
+    model.model.norm._old_forward = type(model.model.norm).forward.__get__(model.model.norm)
     binding.undo()
     calls.clear()
     assert_same_bits(step(model), step(eager))

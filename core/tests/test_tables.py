@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import pty
+import subprocess
 import sys
 import termios
+import textwrap
 
 import pytest
 from hypothesis import given
@@ -96,3 +98,14 @@ def test_the_terminal_that_standard_output_goes_to_says_how_wide_it_is(monkeypat
         assert terminal_width() == 61
         monkeypatch.undo()
     os.close(reader)
+
+
+def test_the_first_table_of_a_process_draws_no_random_number():
+    code = """
+        import random
+        from veomni_core.tables import render_table
+        before = random.getstate()
+        render_table(("op",), [("rms_norm",)])
+        assert random.getstate() == before
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

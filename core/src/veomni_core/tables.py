@@ -13,6 +13,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from veomni_core.random_states import random_states_kept
+
 _PAGE = 140  # the width of a table that goes to no terminal, unless its words need more
 _BORDER = 3  # columns of a border and of the spaces around a cell
 _INDENT = "  "
@@ -95,9 +97,10 @@ def _column_widths(cells: Sequence[Sequence[str]], words: Sequence[int], room: i
 
 
 def _grid(columns: Sequence[str], rows: Iterable[Sequence[str]], widths: Sequence[int]) -> str:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    with random_states_kept(only_while_alone=True):  # rich draws from Python's random as it is imported
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
 
     table = Table()
     for column, width in zip(columns, widths, strict=True):

@@ -65,6 +65,25 @@ def test_a_kernel_that_is_off_in_float64_too_is_refused():
     assert difference.endswith("so it is from what its own code computes in float64")
 
 
+@pytest.mark.parametrize("measure", ["element", "norm"])
+def test_a_kernel_may_round_twice_as_much_as_the_modules_own_code(measure):
+    """A gradient of decays cancels in both, so that neither keeps to the tolerance of values that don't."""
+    exact = torch.linspace(1, 2, 64, dtype=torch.float64)
+    where = torch.ones(64, dtype=torch.float64) if measure == "norm" else F.one_hot(torch.tensor(5), 64).double()
+
+    def run(error: float) -> Run:
+        return Run({"the result": (exact * (1 + error * where)).float()})
+
+    def difference(error: float, own: float = -1e-3) -> str:
+        return compare(run(own), run(error), CONTRACT, exact=lambda: Run({"the result": exact}))
+
+    assert not difference(1.9e-3)
+    for wrong in (2.2e-3, float("nan")):
+        assert difference(wrong).endswith("so it is from what its own code computes in float64")
+    for own in (float("nan"), float("inf"), 5.0):  # no measure of what rounding does
+        assert difference(1.9e-3, own).endswith("so it is from what its own code computes in float64")
+
+
 def test_without_a_run_in_float64_the_modules_own_code_is_what_counts():
     module = Cancelling()
     module.kept = module.weight * 2  # a tensor that autograd computed can't be copied

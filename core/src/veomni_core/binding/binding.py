@@ -84,22 +84,22 @@ class Binding(Transformation):
         """What runs now: the plan, the model's transformations, and what other code has changed since."""
         model = self._model()
         applied = () if model is None else transformations_of(model)
-        reasons: dict[str, dict[str, None]] = {}
+        reasons: dict[str, str] = {}
         for each in dict.fromkeys((self, *applied)):
-            for path, reason in each.changed().items():
-                reasons.setdefault(path, {})[reason] = None
+            reasons = _joined(reasons, each.changed())
         return Receipt(
             self.plan,
             self.verification,
             tuple((each.name, each.describe()) for each in applied),
-            {path: "; ".join(all_reasons) for path, all_reasons in reasons.items()},
+            reasons,
             "" if model is None else misplaced(model, self.plan) or planned_elsewhere(model, self.plan),
             dict(self._changes.never_called()),
         )
 
 
 def _joined(reasons: dict[str, str], more: dict[str, str]) -> dict[str, str]:
-    return reasons | {path: f"{reasons[path]}; {what}" if path in reasons else what for path, what in more.items()}
+    both = {path: f"{reasons[path]}; {what}" for path, what in more.items() if what not in reasons.get(path, what)}
+    return {**more, **reasons, **both}
 
 
 def binding_of(model: nn.Module) -> Binding | None:
@@ -116,8 +116,6 @@ def binding_of(model: nn.Module) -> Binding | None:
         >>> from veomni_core import bind
         >>> shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         >>> model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64))
-        >>> binding_of(model) is None
-        True
         >>> binding = bind(model, {"preset": "eager", "swiglu_mlp_implementation": "torch"}, device="cpu")
         >>> binding_of(model) is binding, binding_of(model.model.layers[1].mlp) is binding
         (True, True)

@@ -27,9 +27,8 @@ def loaded(spec: KernelSpec) -> Callable[..., Any]:
 
     @wraps(kernel)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and any(
-            getattr(each, "requires_grad", False) for each in tree_leaves((args, kwargs))
-        ):
+        given = tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ()
+        if any(getattr(each, "requires_grad", False) for each in given):
             raise BindingError(
                 f"{spec} has no backward and was bound for evaluation: call the model under torch.no_grad() or "
                 "torch.inference_mode(). To train, undo() the binding and bind with training=True"

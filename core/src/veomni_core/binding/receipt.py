@@ -59,8 +59,6 @@ class Receipt:
         │ rotary_pos_emb_implementation     │ eager (preset eager) │ eager  │ 0/2         │ as asked (2)        │
         │ swiglu_mlp_implementation         │ eager (preset eager) │ eager  │ 0/2         │ as asked (2)        │
         └───────────────────────────────────┴──────────────────────┴────────┴─────────────┴─────────────────────┘
-        >>> binding.receipt.transformations
-        (('binding', 'plan ... for cpu (CPU)'),)
         >>> model.model.norm.forward = lambda hidden_states: hidden_states  # as a tool might do after bind
         >>> binding.receipt.changed
         {'model.norm': 'it was given a forward of its own, set to ...'}

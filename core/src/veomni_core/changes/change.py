@@ -63,17 +63,6 @@ class AttributeChange:
         target: the object. It must have a ``__dict__`` and allow weak references.
         name: the attribute.
         value: what it is set to.
-
-    Example:
-        >>> from transformers import LlamaConfig
-        >>> config = LlamaConfig()
-        >>> change = AttributeChange(config, "use_cache", False)
-        >>> change.apply()
-        >>> config.use_cache
-        False
-        >>> change.revert()
-        >>> config.use_cache
-        True
     """
 
     def __init__(self, target: Any, name: str, value: Any) -> None:
@@ -110,8 +99,7 @@ class AttributeChange:
             vars(target)[self.name] = self._before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttributeChange:
-        target = self.target
-        if target is None:
+        if (target := self.target) is None:
             return copy.copy(self)
         duplicate = AttributeChange(copy.deepcopy(target, memo), self.name, copy.deepcopy(self.value, memo))
         duplicate._before = copy.deepcopy(self._before, memo)
@@ -255,16 +243,11 @@ class ForwardChange(ClassChange):
             )
 
     def overridden(self) -> str:
-        if what := super().overridden():
+        module, what = self.target, super().overridden()
+        if what or module is None or self._bound is None or "forward" not in vars(module):
             return what
-        module = self.target
-        if module is None or "forward" not in vars(module):
-            return ""
-        if self._bound is not None:
-            bound = self._bound_forward
-            if wraps(vars(module)["forward"], bound) or engine_calls(module, bound):
-                return ""
-        return f"it was given a forward of its own, {setter_of(module)}"
+        calls = wraps(_beneath_hooks(module), self._bound_forward) or engine_calls(module, self._bound_forward)
+        return "" if calls else f"it was given a forward of its own, {setter_of(module)}"
 
     def suspended(self) -> AbstractContextManager[None]:
         """Let the module run its former forward inside this context, whatever other code has put around or above it."""
@@ -293,6 +276,13 @@ def _running(module: nn.Module, former: Callable[..., Any], bound: Callable[...,
     finally:
         for each in reversed(undo):
             each()
+
+
+def _beneath_hooks(module: nn.Module) -> Callable[..., Any]:
+    """The ``forward`` in the module's own ``__dict__``; if accelerate's hook set it, the one that the hook calls."""
+    own: Any = vars(module)["forward"]
+    hooked = getattr(getattr(own, "func", None), "__module__", "") == "accelerate.hooks"
+    return vars(module).get("_old_forward", own) if hooked else own
 
 
 def setter_of(module: nn.Module) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from veomni_core.changes.bound_classes import BoundClasses
+from veomni_core.changes.bound_subclass import is_bound_by
 from veomni_core.changes.change import AttributeChange, Change, ClassChange, ForwardChange
 from veomni_core.changes.forward_functions import modules_held, names_in, only_reads, reaches
 from veomni_core.errors import BindingError, SpecError
@@ -95,20 +98,24 @@ class ChangeSet:
                 if change is not None and not change.keeps_original and only_reads(change.forward, name):
                     yield path, f"never called: {owner} replaces the forward around it, which only reads it"
 
-    def changed(self, changed_again: Collection[Hashable] = ()) -> Iterator[tuple[str, str]]:
-        """``(module path, reason)`` of every site that does not run what was bound, or runs it in another way.
+    def changed(self, model: nn.Module | None = None, above: Collection[Hashable] = ()) -> Iterator[tuple[str, str]]:
+        """``(module path, reason)`` of every site of ``model`` that does not run what was bound, or in another way.
 
         Each reason is logged once.
 
-        Places that a transformation on top of this set has ``changed_again`` are left out. Writes to a config or to an
-        unguarded attribute raise nothing; they are noticed only when this is called.
+        Places ``above``, which a transformation on top changes too, are left out. Writes to a config or to an unguarded
+        attribute raise nothing; they are noticed only when this is called.
         """
         reasons = {path: [what] for path, what in self.classes.changed.items()}
+        modules = {} if model is None else dict(model.named_modules())
         for each in {each.change.place: each for each in self._owned}.values():
-            what = "" if each.change.place in changed_again else each.change.overridden()
+            own = each.change.place not in above
+            what = each.change.overridden() or self._put_in_place_of(each, modules) if own else ""
             path = each.path or "the model"
-            if what and not (isinstance(each.change, ForwardChange) and path in self.classes.changed):
-                reasons.setdefault(path, []).append(what)
+            if isinstance(each.change, ForwardChange) and path in self.classes.changed:
+                continue
+            if what and what not in reasons.setdefault(path, []):
+                reasons[path].append(what)
         remarks = dict(self.classes.remarked)
         for path, whats in reasons.items():
             said = "; ".join(whats)
@@ -141,6 +148,13 @@ class ChangeSet:
         duplicate._owned = [replace(each, change=copied[id(each.change)]) for each in self._owned]
         duplicate._said = set(self._said)
         return duplicate
+
+    def _put_in_place_of(self, each: _Owned, modules: Mapping[str, nn.Module]) -> str:
+        """What other code has put in the place of a module with a new forward, as a phrase; empty if it has not."""
+        other = modules.get(each.path)
+        if not isinstance(each.change, ForwardChange) or other is None or is_bound_by(other, self.classes):
+            return ""
+        return "" if each.change.target in other.modules() else f"another {type(other).__name__} was put in its place"
 
     def _refuse_second_owner(self, change: ForwardChange, path: str, owner: str) -> None:
         """Refuse a second forward for one module unless it calls the first: else the first one's kernel never runs."""

@@ -64,7 +64,7 @@ class Transformation(ABC):
         What a transformation on top of this one has changed again is left out: undoing that restores it.
         """
         above = {change.place for each in self._above() for change in each._changes}
-        return dict(self._changes.changed(above))
+        return dict(self._changes.changed(self._model(), above))
 
     def apply(self, changes: Iterable[tuple[str, str, Change]]) -> None:
         """Make ``changes``, each with its module path and its owner, on top of what is in force in the model.

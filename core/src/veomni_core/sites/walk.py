@@ -6,13 +6,7 @@ from torch import nn
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """As ``model.named_modules()``, which hands each module on through a generator per level around it.
-
-    Example:
-        >>> shared = nn.Linear(2, 2)
-        >>> [path for path, _ in named_modules(nn.Sequential(nn.Sequential(shared), shared))]
-        ['', '0', '0.0']
-    """
+    """As ``model.named_modules()``, which hands each module on through a generator per level around it."""
     found: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
     waiting = [("", model)]

@@ -18,7 +18,7 @@ from veomni_transformers.proving.branches import Branches
 from veomni_transformers.proving.code_reading import read_function
 from veomni_transformers.proving.matching import if_every_branch_ran
 from veomni_transformers.proving.package_functions import chosen, written
-from veomni_transformers.proving.proof import Proof
+from veomni_transformers.proving.proof import KEPT_APART, Proof
 
 _CONTRACT = CONTRACTS["standard"]
 _WIDTHS = (2, 3, 4)
@@ -49,7 +49,8 @@ def of(function: Function, width: int, home: str) -> Proof:
     words = "it" if own is function else "its own plain PyTorch" if runs == EAGER else runs
     evidence = f"{function.__name__} gave the reference's values and gradients; unbound, the model runs {words}"
     needs = ("any_width",) if width not in _WIDTHS else ()
-    return if_every_branch_ran(Proof("standard", evidence, needs=needs), f"{function.__name__} is standard", branches)
+    proof = Proof("standard", evidence, needs=needs, left_out=KEPT_APART)
+    return if_every_branch_ran(proof, f"{function.__name__} is standard", branches)
 
 
 def why_not_step(function: Function, width: int) -> str:

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_ops import chunk_gated_delta_rule, kda
 from veomni_ops.contract import Contract
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.branches import Branches
 from veomni_transformers.proving.code_reading import Reading, read_function
 from veomni_transformers.proving.functions import global_functions, with_globals
-from veomni_transformers.proving.matching import Candidate, first_fit
+from veomni_transformers.proving.matching import Candidate, first_fit, standard_mixer
 from veomni_transformers.proving.package_functions import chosen, is_of_a_package, written
 from veomni_transformers.proving.proof import Proof
 
@@ -55,16 +54,13 @@ def prove(op_name: str, name: str, function: Any, home: str, is_step: bool = Fal
 def _candidates(
     contract: Contract, function: FunctionType, reading: Reading, runs: str, calls: Iterable[_Call]
 ) -> Iterator[Candidate]:
-    evidence = f"{function.__name__} gave the reference's values and gradients in each of its calls"
-    if runs != EAGER:
-        evidence += f"; in its place the model would run {runs}"
     branches = Branches(reading.codes, frozenset(), function, is_helper=True)
     capturing = [name for name, _ in global_functions(function) if name in _CAPTURES]
     forms: list[Function] = [function]
     if capturing:
         forms.append(with_globals(function, dict.fromkeys(capturing, lambda: True)))
     miss = max(_miss(contract, branches, form, call) for form, call in product(forms, calls))
-    yield Candidate(f"{function.__name__} is standard", miss, Proof("standard", evidence), branches)
+    yield standard_mixer(function.__name__, miss, runs, branches)
 
 
 @dataclass(frozen=True)

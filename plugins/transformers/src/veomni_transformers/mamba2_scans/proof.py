@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_ops import mamba2_scan, selective_scan
 from veomni_ops.contract import Contract
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.branches import Branches
 from veomni_transformers.proving.code_reading import read_function
-from veomni_transformers.proving.matching import Candidate, first_fit, if_every_branch_ran
+from veomni_transformers.proving.matching import Candidate, first_fit, if_every_branch_ran, standard_mixer
 from veomni_transformers.proving.package_functions import chosen, written
 from veomni_transformers.proving.proof import Proof
 
@@ -61,11 +60,8 @@ def gives_nothing(function: Any) -> str:
 
 
 def _candidates(function: FunctionType, branches: Branches, runs: str, scan: Scan) -> Iterator[Candidate]:
-    evidence = f"{function.__name__} gave the reference's values and gradients in each of its calls"
-    if runs != EAGER:
-        evidence += f"; in its place the model would run {runs}"
     miss = max(_miss(branches, function, call, scan) for call in scan.calls)
-    yield Candidate(f"{function.__name__} is standard", miss, Proof("standard", evidence), branches)
+    yield standard_mixer(function.__name__, miss, runs, branches)
 
 
 @dataclass(frozen=True)

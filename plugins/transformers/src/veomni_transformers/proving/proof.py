@@ -10,6 +10,8 @@ from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.sites.site import Site
 
 Answer = TypeVar("Answer")
+# The left_out of ops whose kernels take the boundaries of packed sequences (OpSpec.reads_boundaries).
+KEPT_APART = {"": "packed sequences: transformers' own code mixes them; bound, they stay apart or are refused"}
 
 
 @dataclass(frozen=True)
