@@ -19,6 +19,7 @@ from veomni_conformance import (
     compiled_calls,
     concurrent_calls,
     custom_operators,
+    dropped_weights,
     frozen_inputs,
     generated_samples,
     gradients_in_use,
@@ -54,7 +55,7 @@ Each question is put to one sample of each form, to all of them, or once, as its
 _QUESTIONS = (
     *(values, frozen_inputs, gradients_in_use, later_steps, calls_in_flight, modes, mixed_dtypes, memory_layouts),
     *(non_finite, concurrent_calls, generated_samples, compiled_calls, kernel_options, huge_calls, custom_operators),
-    *(second_derivatives, batch_invariance, process_state),
+    *(second_derivatives, batch_invariance, process_state, dropped_weights),
 )
 _IGNORED = -100
 _TILE = 64

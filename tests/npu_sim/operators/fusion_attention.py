@@ -1,4 +1,4 @@
-"""npu_fusion_attention: ``softmax(mask(scale * (pse + query @ key.T))) @ value``, in five layouts, without dropout."""
+"""npu_fusion_attention: ``softmax(mask(scale * (pse + query @ key.T))) @ value``, in five layouts, with dropout."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ def npu_fusion_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """The attention in the layout and dtype of ``query``; the softmax's maxima and sums in float32; an unused tensor.
 
-    Maxima and sums are [B, N, Sq, 8], or [T, N, 8] where sequences are packed. The integers belong to dropout.
+    Maxima and sums are [B, N, Sq, 8], or [T, N, 8] where sequences are packed. The integers belong to dropout: a seed,
+    an offset and a count.
     """
     options = dict(zip(_OPTIONAL, optional, strict=False))
+    options["seed"] = seed = int(torch.randint(2**31, ())) if options.get("keep_prob", 1.0) < 1 else 0
     call = _Call(query, key, value, head_num, input_layout, options, options.get("scale", 1.0))
     outputs, maxima, sums = zip(*(call.attend(block) for block in range(call.count)), strict=True)
     statistics = [_statistics(call.layout, list(blocks)) for blocks in (maxima, sums)]
-    return call.layout.join([block.to(query.dtype) for block in outputs]), *statistics, query.new_empty(0), 0, 0, 0
+    return call.layout.join([block.to(query.dtype) for block in outputs]), *statistics, query.new_empty(0), seed, 0, 0
 
 
 def npu_fusion_attention_grad(
@@ -74,7 +76,6 @@ class _Call:
     ) -> None:
         require_dtype(NAME, "query", query)
         require_same_dtype(NAME, query=query, key=key, value=value)
-        require(options.get("keep_prob", 1.0) == 1.0, f"{NAME}: dropout is not simulated")
         for name in ("padding_mask", "prefix", "sink", "dropout_mask"):
             require(options.get(name) is None, f"{NAME}: {name} is not simulated")
         ends = (options.get("actual_seq_qlen") or [], options.get("actual_seq_kvlen") or [])
@@ -105,7 +106,7 @@ class _Call:
         maxima = scores.amax(-1, keepdim=True)
         weights = (scores - maxima).exp()
         sums = weights.sum(-1, keepdim=True)
-        return (weights / sums) @ self._repeated(self.values[block]), maxima, sums
+        return (weights / sums * self._kept(block, weights)) @ self._repeated(self.values[block]), maxima, sums
 
     def gradients(
         self, block: int, dy: Tensor, softmax_max: Tensor, softmax_sum: Tensor, attention_in: Tensor
@@ -114,10 +115,11 @@ class _Call:
         maxima, sums = (_block_of_statistics(self.layout, tensor, block) for tensor in (softmax_max, softmax_sum))
         weights = (self._scores(block) - maxima).exp() / sums
         key, value = self._repeated(self.keys[block]), self._repeated(self.values[block])
-        dweights = upstream @ value.transpose(-1, -2)
+        kept = self._kept(block, weights)
+        dweights = upstream @ value.transpose(-1, -2) * kept
         dscores = weights * (dweights - (upstream * attention).sum(-1, keepdim=True)) * self.scale
         dkey = dscores.transpose(-1, -2) @ self.queries[block]
-        return dscores @ key, self._summed(dkey), self._summed(weights.transpose(-1, -2) @ upstream)
+        return dscores @ key, self._summed(dkey), self._summed((weights * kept).transpose(-1, -2) @ upstream)
 
     def _scores(self, block: int) -> Tensor:
         scores = self.queries[block] @ self._repeated(self.keys[block]).transpose(-1, -2)
@@ -125,6 +127,12 @@ class _Call:
         ranges = (self.options.get(name, 2147483647) for name in ("pre_tockens", "next_tockens"))
         mask = hidden(self.options.get("atten_mask"), self.options.get("sparse_mode", 0), *ranges, scores)
         return scores if mask is None else scores.masked_fill(mask, torch.finfo(torch.float32).min)
+
+    def _kept(self, block: int, weights: Tensor) -> Tensor:
+        """What the weights of a block are multiplied by: 0 where they are dropped, ``1 / keep_prob`` elsewhere."""
+        keep = self.options.get("keep_prob", 1.0)
+        generator = torch.Generator().manual_seed(self.options.get("seed", 0) + block)
+        return torch.rand(weights.shape, generator=generator).lt(keep).float().to(weights.device) / keep
 
     def _repeated(self, tensor: Tensor) -> Tensor:
         return tensor.repeat_interleave(self.group, dim=1)
@@ -152,6 +160,7 @@ _FORWARD_ONLY = ("scale", "dropout_mask")
 
 def _save(ctx, inputs, output) -> None:
     ctx.options = dict(zip(_ARGUMENTS, inputs, strict=True))
+    ctx.options["seed"] = output[4]
     tensors = [ctx.options.pop(name) for name in ("query", "key", "value")]
     ctx.save_for_backward(*tensors, ctx.options.pop("atten_mask"), ctx.options.pop("pse"), *output[:3])
     ctx.mark_non_differentiable(*output[1:4])

@@ -26,6 +26,7 @@ from veomni_conformance.comparison import one_line
 from veomni_conformance.compiled_calls import check_compiled_calls, check_compiled_with_breaks
 from veomni_conformance.concurrent_calls import check_concurrent_calls
 from veomni_conformance.custom_operators import check_custom_operators
+from veomni_conformance.dropped_weights import check_dropped_weights
 from veomni_conformance.frozen_inputs import check_frozen_inputs
 from veomni_conformance.generated_samples import MISSING, check_generated_samples, hypothesis_is_installed
 from veomni_conformance.gradients_in_use import check_gradients_in_use
@@ -212,6 +213,8 @@ def _of_the_kernel(subject: Subject, computed: list[Position], every_form: bool)
         yield CaseResult("compiled", tuple(check_compiled_calls(subject, computed[0])))
     elif every_form:
         yield CaseResult("compiled", tuple(check_compiled_with_breaks(subject, smallest)))
+    if "dropout" in subject.spec.features:
+        yield CaseResult("dropout", tuple(check_dropped_weights(subject)))
     if subject.spec.options and not subject.spec.settings:
         yield CaseResult("options", tuple(check_options(subject, computed)))
     if asks_for_huge_calls(subject):

@@ -52,7 +52,7 @@ from torch import Tensor
 
 from veomni_core.errors import ConfigError, PackedSequencesError
 from veomni_ops.attention_samples import AttentionModule as AttentionModule
-from veomni_ops.attention_samples import alike, beyond_a_tile, large, samples
+from veomni_ops.attention_samples import alike, beyond_a_tile, dropping, large, samples
 from veomni_ops.contract import Contract, compute_dtype, tolerances
 from veomni_ops.native_sparse_samples import CONTRACT
 
@@ -270,6 +270,7 @@ CONTRACTS = {
         beyond_a_tile=beyond_a_tile,
         large=large,
         alike=alike,
+        dropping=dropping,
         primary=lambda result: (result[0],),
         # Queries and keys make logits of the factor's square. Backward computes probabilities again from logits in
         # float32, whose rounding at a million changes them by some percent: FlashAttention 4 was off by 9 % there.

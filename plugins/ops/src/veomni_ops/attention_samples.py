@@ -63,6 +63,21 @@ def _packed(lengths: Tensor, key_lengths: Tensor | None = None) -> dict[str, Any
     }
 
 
+def dropping(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Calls that drop a quarter of the weights, of identities as values: ``output[b, s, h, l]`` is a weight, or zero.
+
+    Example:
+        >>> [sample.kwargs for sample in dropping(torch.device("cpu"), torch.float32)]
+        [{'dropout': 0.25}, {'dropout': 0.25}]
+    """
+    draw, length = Draw(device, dtype, seed=11), 32
+    identity = torch.eye(length, device=device, dtype=dtype).expand(2, 2, length, length)
+    for name, is_causal in (("", False), (", causal", True)):
+        query, key, _ = _heads(draw, 2, 4, 2, length, length)
+        module = AttentionModule(2, is_causal=is_causal)
+        yield Sample(f"dropout{name}", (module, query, key, leaf(identity.clone()), None), {"dropout": 0.25})
+
+
 def beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """Calls that are larger than one tile of a kernel, with the arguments of :func:`samples`.
 

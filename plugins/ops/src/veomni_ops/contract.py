@@ -188,6 +188,8 @@ class Contract:
             off), to which batch invariance applies too.
         large_factor: what generated samples multiply inputs by where they ask for large values.
         denormal_inputs: whether generated samples ask for inputs below the dtype's smallest normal number.
+        dropping: makes calls with a ``dropout``, whose ``value`` is the identity, so that results show which weights
+            were dropped. A kernel that declares the feature ``dropout`` is asked about it.
         ranges: the least and the greatest value of a parameter of the reference, where the op's meaning bounds it. No
             generated sample has values outside, and none puts inputs of different ranges into one memory.
 
@@ -218,6 +220,7 @@ class Contract:
     alike: AlikeMaker = none_alike
     large_factor: float = 1e3
     denormal_inputs: bool = True
+    dropping: SampleMaker = no_samples
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
