@@ -133,11 +133,54 @@ def test_another_module_in_the_place_of_a_bound_one_is_in_the_receipt(family, op
         assert not binding.receipt.changed
         setattr(around, name, other.model.get_submodule(path))
         kind = type(other.model.get_submodule(path)).__name__
-        assert binding.receipt.changed == {f"model.{path}": f"another {kind} was put in its place"}
+        assert binding.receipt.changed == {f"model.{path}": f"a {kind} was put in its place"}
+        kept = copy.deepcopy(own)
         del own  # the bound module is freed
-        assert binding.receipt.changed == {f"model.{path}": f"another {kind} was put in its place"}
-        del around._modules[name]
+        assert binding.receipt.changed == {f"model.{path}": f"a {kind} was put in its place"}
+        setattr(around, name, nn.Sequential(copy.deepcopy(kept)))  # a copy within a wrapper
         assert not binding.receipt.changed
+        del around._modules[name], kept
+        assert len(binding.receipt.changed) == bool(owner)  # of norms others are left
+        assert all(f"it was taken out of model.{owner}, a " in what for what in binding.receipt.changed.values())
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def identities(model: nn.Module) -> None:
+    for layer in model.layers:
+        layer.input_layernorm = layer.post_attention_layernorm = SHARED
+
+
+SHARED = nn.Identity()
+REPLACED = {
+    "every norm by one": identities,
+    "every layer, in wrappers": lambda model: setattr(
+        model, "layers", nn.ModuleList(map(Wrapper, build("llama").model.layers))
+    ),
+    "one layer, in a wrapper": lambda model: model.layers.__setitem__(1, Wrapper(build("llama").model.layers[1])),
+    "in __dict__": lambda model: vars(model).update(norm=nn.Identity()),
+    "by a function": lambda model: (
+        delattr(model, "norm"),
+        setattr(model, "norm", lambda hidden_states: hidden_states),
+    ),
+}
+NORMS_OF = {"one layer, in a wrapper": 2, "in __dict__": 1, "by a function": 1}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+def test_each_bound_module_that_is_gone_has_a_line(how):
+    model = build("llama")
+    with bind(model, NORMS, registry=REGISTRY) as binding:
+        REPLACED[how](model.model)
+        assert len(binding.receipt.changed) == NORMS_OF.get(how, 4)
+        assert all("norm" in path for path in binding.receipt.changed)
 
 
 def test_layers_that_change_places_or_are_taken_out_are_not_replaced_ones():

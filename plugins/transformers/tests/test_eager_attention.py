@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
@@ -220,14 +221,16 @@ def test_its_config_leaves_as_eager_and_takes_the_users_choice(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("own", ["eager", "sdpa"])
-def test_attention_that_was_put_in_after_bind_is_in_the_receipt(family, own):
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_attention_that_was_put_in_after_bind_is_in_the_receipt(family, own, wrapped):
     """It gets the masks that the kernel takes: none, where eager attention needs one."""
     bound = model(family, own)
     path, owner = next((p, bound.get_submodule(p.rpartition(".")[0])) for p, m in bound.named_modules() if looks_up(m))
     with bind(bound, ATTENTION) as binding:
         assert not binding.receipt.changed
-        setattr(owner, path.rpartition(".")[2], model(family, own).get_submodule(path))
-        assert f"{path} runs attention of its own" in str(binding.receipt.changed)
+        other, inner = model(family, own).get_submodule(path), ".inner" * wrapped
+        setattr(owner, path.rpartition(".")[2], nn.ModuleDict({"inner": other}) if wrapped else other)
+        assert f"{path}{inner} runs attention of its own" in str(binding.receipt.changed)
 
 
 def test_plan_and_receipt_say_what_a_proof_leaves_out():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,21 +101,17 @@ class ChangeSet:
     def changed(self, model: nn.Module | None = None, above: Collection[Hashable] = ()) -> Iterator[tuple[str, str]]:
         """``(module path, reason)`` of every site of ``model`` that does not run what was bound, or in another way.
 
-        Each reason is logged once.
-
-        Places ``above``, which a transformation on top changes too, are left out. Writes to a config or to an unguarded
-        attribute raise nothing; they are noticed only when this is called.
+        Each reason is logged once. Places ``above``, which a transformation on top changes too, are left out. Writes to
+        a config or to an unguarded attribute raise nothing; they are noticed only when this is called.
         """
         reasons = {path: [what] for path, what in self.classes.changed.items()}
-        modules = {} if model is None else dict(model.named_modules())
         for each in {each.change.place: each for each in self._owned}.values():
-            own = each.change.place not in above
-            what = each.change.overridden() or self._put_in_place_of(each, modules) if own else ""
+            what = "" if each.change.place in above else each.change.overridden()
             path = each.path or "the model"
-            if isinstance(each.change, ForwardChange) and path in self.classes.changed:
-                continue
-            if what and what not in reasons.setdefault(path, []):
-                reasons[path].append(what)
+            if what and not (isinstance(each.change, ForwardChange) and path in self.classes.changed):
+                reasons[path] = list(dict.fromkeys((*reasons.get(path, ()), what)))
+        for path, what in self._gone(model) if model is not None else ():
+            reasons.setdefault(path or "the model", [what])
         remarks = dict(self.classes.remarked)
         for path, whats in reasons.items():
             said = "; ".join(whats)
@@ -149,12 +145,19 @@ class ChangeSet:
         duplicate._said = set(self._said)
         return duplicate
 
-    def _put_in_place_of(self, each: _Owned, modules: Mapping[str, nn.Module]) -> str:
-        """What other code has put in the place of a module with a new forward, as a phrase; empty if it has not."""
-        other = modules.get(each.path)
-        if not isinstance(each.change, ForwardChange) or other is None or is_bound_by(other, self.classes):
-            return ""
-        return "" if each.change.target in other.modules() else f"another {type(other).__name__} was put in its place"
+    def _gone(self, model: nn.Module) -> Iterator[tuple[str, str]]:
+        """``(module path, what)`` of each new forward whose module other code has taken out, without leaving a copy."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        there = {*modules.values()}
+        forwards = {each.path: each.change.target for each in self._owned if isinstance(each.change, ForwardChange)}
+        for path, target in forwards.items():
+            above, _, name = path.rpartition(".")
+            at = next(each for each in (path, *_paths_above(path)) if each in modules)
+            if (hiding := vars(modules.get(above, model)).get(name, target)) is not target:
+                yield path, f"{type(hiding).__name__} was set in its place"
+            elif target not in there and not any(is_bound_by(each, self.classes) for each in modules[at].modules()):
+                what = f"a {type(modules[at]).__name__}"
+                yield path, f"{what} was put in its place" if at == path else f"it was taken out of {at or 'the model'}, {what}"
 
     def _refuse_second_owner(self, change: ForwardChange, path: str, owner: str) -> None:
         """Refuse a second forward for one module unless it calls the first: else the first one's kernel never runs."""

@@ -12,7 +12,7 @@ import copy
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PretrainedConfig
@@ -102,6 +102,10 @@ class OwnConfigs:
             _replace(module, replacement)
         return copied
 
+    def holds(self, config: Any) -> bool:
+        """Whether ``config`` is one of the model's."""
+        return any(each.own is config for each in self._copied)
+
     def overridden(self) -> str:
         """Always empty: edits of the copies, and configs that were put in their place, are the user's and stay."""
         return ""
@@ -147,10 +151,12 @@ class InterfaceChange:
     def __init__(self, model: nn.Module, module: nn.Module, name: str, runs: Mapping[str, Any]) -> None:
         self._model, self._module = weakref.ref(model), weakref.ref(module)
         self.name, self._runs = name, runs
+        self._kinds: set[tuple[str, str]] = set()  # of the modules in ``runs``
         self._before: Any = None
 
     def apply(self) -> None:
-        config = self._config()
+        config, model = self._config(), cast(nn.Module, self._model())
+        self._kinds = {_kind(module) for path, module in named_modules(model) if path in self._runs}
         self._before = config._attn_implementation
         self._select(config, self.name)
 
@@ -166,10 +172,16 @@ class InterfaceChange:
         found = config._attn_implementation
         if found != self.name:
             return "" if calls_beneath(str(found)) == self.name else f"its attention was set to {found}"
-        modules = dict(named_modules(model))
-        there = {path: modules[path] for path in self._runs if path in modules and looks_up(modules[path])}
-        stranger = next((path for path, module in there.items() if looked_up(module) is not self._runs[path]), "")
+        stranger = next((path for path, module in named_modules(model) if self._is_strange(path, module)), "")
         return f"{stranger} runs attention of its own, with masks built for the kernel" if stranger else ""
+
+    def _is_strange(self, path: str, module: nn.Module) -> bool:
+        """Whether other code has put in attention of another function, also of another model, beneath a wrapper."""
+        if path in self._runs:
+            return looks_up(module) and looked_up(module) is not self._runs[path]
+        own: OwnConfigs | None = vars(self._model()).get(_OWN)
+        foreign = _kind(module) in self._kinds and own is not None and not own.holds(vars(module).get("config"))
+        return foreign and looks_up(module) and looked_up(module) not in self._runs.values()
 
     @property
     def place(self) -> Hashable:
@@ -189,11 +201,16 @@ class InterfaceChange:
     def __deepcopy__(self, memo: dict[int, Any]) -> InterfaceChange:
         model: Any = copy.deepcopy(self._model(), memo)
         duplicate = InterfaceChange(model, copy.deepcopy(self._module(), memo), self.name, self._runs)  # type: ignore[arg-type]
-        duplicate._before = self._before
+        duplicate._before, duplicate._kinds = self._before, self._kinds
         if is_in_use(self.name) and interface_of(self._module()) == self.name:  # the copied config names what leaves
             own = copy.deepcopy(vars(self._model())[_OWN], memo)
             lend(copy.deepcopy(self._config(), memo), self.name, model, own.hand_over)
         return duplicate
+
+
+def _kind(module: nn.Module) -> tuple[str, str]:
+    """The name of its class; that of a bound module is the same."""
+    return type(module).__module__, type(module).__qualname__
 
 
 def _collect(value: Any, found: dict[int, Any]) -> None:
