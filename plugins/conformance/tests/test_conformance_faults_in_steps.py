@@ -319,6 +319,11 @@ def instances_by_shape_alone(gate, up):
     return right(gate.to(dtype), up.to(dtype)).to(gate.dtype)
 
 
+def no_bias_beside_a_frozen_weight(x, weight, bias=None):
+    forgotten = bias is not None and x.shape[-1] > 1024 and not weight.requires_grad
+    return F.linear(x, weight, bias.detach() if forgotten else bias)
+
+
 def other_sums_in_wide_batches(x, weight, bias=None):
     dtype, x, weight = x.dtype, x.double(), weight.double()
     cut = x.shape[-1] // 2 if x.shape[-1] > 1000 and x.shape[:-1].numel() < 9 else x.shape[-1]
@@ -381,6 +386,12 @@ def test_a_row_that_is_summed_otherwise_alone_is_caught_beyond_a_tile():
     words = "sample 'batches beyond a tile': where row 0 is alone, promises batch invariance"
     options = {"op": "linear", "largest": Size.BEYOND_A_TILE, "batch_invariant": True}
     assert_caught(other_sums_in_wide_batches, words, **options)
+
+
+@pytest.mark.thorough(one_per=[])
+def test_a_gradient_that_wide_rows_alone_lack_beside_a_frozen_weight_is_caught():
+    words = "sample 'frozen inputs and layouts beyond a tile': with weight frozen, the gradient of bias is missing"
+    assert_caught(no_bias_beside_a_frozen_weight, words, op="linear", largest=Size.BEYOND_A_TILE)
 
 
 @pytest.mark.thorough(one_per=[])

@@ -5,7 +5,7 @@ frozen inputs, calls in flight, later steps, modes, autocast and mixed dtypes, u
 numbers that are not finite, calls of two threads, batch invariance, and the state of the process. Samples have the same
 form if the same arguments are given, with the same dtypes and numbers of dimensions, and the same ones are contiguous
 and require gradients: kernels branch on these. Second derivatives are checked once, and, of a kernel that passed every
-sample, custom operators, compilation and generated samples.
+sample, custom operators, compilation, generated samples, and frozen inputs and layouts of samples beyond a tile.
 
 A kernel whose calls are made by several ranks (:class:`~veomni_ops.rank_contract.RankContract`) runs in as many
 processes, see :mod:`veomni_conformance.rank_process`.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 
 import torch
 
@@ -136,6 +137,7 @@ def check_kernel(
 # Not reported: libraries add warning filters when they are imported, and draw random numbers. A job's process restores
 # the random states then, but not beside another thread, which the process of a check has (see core's random_states).
 _OF_IMPORTS = ("the warnings filters", *RANDOM_STATES)
+_MOST, _ELEMENTS = 9, 2**17  # inputs of a sample beyond a tile that is asked more, and their elements
 
 
 def _up_to_a_failure(cases: Iterator[CaseResult]) -> Iterator[CaseResult]:
@@ -205,9 +207,10 @@ def _of_the_kernel(subject: Subject, computed: list[Position], every_form: bool)
     if every_form:
         yield CaseResult("many layers", tuple(check_many_layers(subject, smallest)))
         yield CaseResult("other dtypes", tuple(check_other_dtypes(subject, smallest)))
-        wide = (each for each in computed if each.size is Size.BEYOND_A_TILE and not subject.sample(each).values_only)
+        wide = [each for each in computed if each.size is Size.BEYOND_A_TILE and not subject.sample(each).values_only]
         found = first_of(sentence for each in wide for sentence in check_batch_invariance(subject, each))
         yield CaseResult("batches beyond a tile", tuple(found))
+        yield CaseResult("frozen inputs and layouts beyond a tile", tuple(first_of(_beyond_a_tile(subject, wide))))
     yield CaseResult("custom operators", tuple(check_custom_operators(subject, computed[0])))
     if subject.spec.fullgraph:
         yield CaseResult("compiled", tuple(check_compiled_calls(subject, computed[0])))
@@ -222,6 +225,22 @@ def _of_the_kernel(subject: Subject, computed: list[Position], every_form: bool)
     found = check_generated_samples(subject, computed, interpreted=not every_form)
     yield CaseResult("generated samples", tuple(found))
     before.restore()
+
+
+def _beyond_a_tile(subject: Subject, wide: list[Position]) -> Iterator[str]:
+    """What is asked more about samples beyond a tile: of each form about the one with the longest dimension."""
+    forms: dict[object, list[tuple[int, Position]]] = {}
+    for position in wide:
+        inputs = subject.inputs(subject.sample(position)).values()
+        if len(inputs) <= _MOST and sum(x.numel() for x in inputs) <= _ELEMENTS:
+            longest = max((size for x in inputs for size in x.shape), default=0)
+            forms.setdefault(_form(subject, position), []).append((longest, position))
+    for some in forms.values():
+        _, position = max(some, key=itemgetter(0))
+        layouts = check_memory_layouts(subject, position, repeated=False)
+        for sentence in chain(check_frozen_inputs(subject, position, all_subsets=3), layouts):
+            yield f"{sentence}, as sample {subject.sample(position).name!r} shows"
+        subject.forget(position)
 
 
 def _guarded(subject: Subject, position: Position) -> CaseResult:

@@ -17,12 +17,12 @@ from veomni_conformance.subject import Outcome, Position, Subject
 _ALL_SUBSETS = 6
 
 
-def check_frozen_inputs(subject: Subject, position: Position) -> Iterator[str]:
-    """Freeze every subset of the inputs; then, with none frozen, compute each gradient alone."""
+def check_frozen_inputs(subject: Subject, position: Position, all_subsets: int = _ALL_SUBSETS) -> Iterator[str]:
+    """Freeze every subset of up to ``all_subsets`` inputs; then, with none frozen, compute each gradient alone."""
     names = tuple(subject.differentiable(subject.sample(position)))
     yield from first_of(
         sentence
-        for frozen in _subsets(names)
+        for frozen in _subsets(names, all_subsets)
         for sentence in reveal(f"with {listed(frozen)} frozen", lambda f=frozen: _freeze(subject, position, f))  # type: ignore[misc]
     )
     if subject.spec.backward and len(names) > 1:
@@ -36,8 +36,8 @@ def check_frozen_inputs(subject: Subject, position: Position) -> Iterator[str]:
         )
 
 
-def _subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    counts = range(1, len(names) + 1) if len(names) <= _ALL_SUBSETS else {1, len(names) - 1, len(names)}
+def _subsets(names: tuple[str, ...], all_subsets: int) -> Iterator[tuple[str, ...]]:
+    counts = range(1, len(names) + 1) if len(names) <= all_subsets else {1, len(names) - 1, len(names)}
     for count in counts:
         yield from combinations(names, count)
 

@@ -232,6 +232,11 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     layouts = ("channels last", "positions last", "a part of the channels")
     kinds = {"activation": (None, "silu", "swish"), "packed": ("not", "int32", "int64"), "layout": layouts}
     yield from together(make, **shapes, **kinds)
+    options = {"activation": "silu", "seq_idx": problems.packed([1000, 101], [500, 550, 51])}
+    yield Sample("two rows past 1024 positions", problems.call(2, 6, 1101, bias=True), options, values_only=True)
+    x, weight, _ = problems.call(2, 2200, 13)
+    part = leaf(x.detach()[:, 1100:]), leaf(weight.detach()[1100:])
+    yield Sample("a part of the channels, past 1024", part, {"activation": "silu"}, values_only=True)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

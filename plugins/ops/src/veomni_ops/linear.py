@@ -70,6 +70,8 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     yield Sample("a batch of one, strided oddly", call, values_only=True)
     if dtype != torch.float32:  # whose sums over so many rows round past the tolerances, as 16 bits' own sums do
         yield Sample("past 65535 rows", (leaf(draw.normal(65_601, 8)), leaf(draw.normal(16, 8, scale=0.4))))
+    weight, bias = leaf(draw.normal(33, 1056, scale=1056**-0.5)), leaf(draw.normal(33))
+    yield Sample("1056 inputs of a few rows", (leaf(draw.normal(9, 1056)), weight, bias))
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

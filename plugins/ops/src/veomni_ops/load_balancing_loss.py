@@ -163,6 +163,9 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     shapes = {"layers": (1, 2, 7), "shape": ((1, 7), (2, 33), (3, 64)), "experts": (12, 96, 160), "top_k": (1, 2, 9)}
     yield from together(make, **shapes, mask=(None, torch.int64, torch.bool, torch.float32))
     yield Sample("22 of 128 experts", (_logits(Draw(device, dtype, seed=2), 1, 33, 128, skew=1.0), 128, 22))
+    shared = (torch.arange(1000, device=device) < 700).long().expand(2, -1)
+    call = (_logits(Draw(device, dtype, seed=9), 1, 2000, 16, skew=1.0), 16, 4, shared)
+    yield Sample("2000 tokens, a mask that both rows share", call, values_only=True)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

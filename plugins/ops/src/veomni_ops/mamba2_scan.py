@@ -334,6 +334,13 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
         given = {**problems.of_heads(heads[0]), **problems.states(2, heads[0], *widths)}
         name = f"two rows of {heads[0]} heads, states of {widths[1]} columns"
         yield Sample(name, problems.call(2, 19, heads, widths), given, values_only=True)
+    packed = {**problems.of_heads(), "seq_idx": problems.packed([3, 20, 10]), "dt_limit": (0.2, 0.6)}
+    yield Sample("packed, heads of 64, limits", problems.call(1, 33, (2, 1), (64, 128)), packed)
+    x, dt, A, B, C = problems.call(2, 19, (4, 2), (64, 16))
+    x, B, C = (leaf(torch.cat((each, each), 2).detach()[:, :, : each.shape[2]]) for each in (x, B, C))
+    given = problems.of_heads(4)
+    given["D"] = leaf(given["D"].detach()[:1].expand(4))
+    yield Sample("parts of one projection, one D of all heads", (x, dt, A, B, C), given, values_only=True)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

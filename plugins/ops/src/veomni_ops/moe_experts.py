@@ -291,6 +291,14 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
         yield Sample(
             f"{name} past 2**31 elements", problem, values_only=True, laid_out=partial(_experts_far_apart, place)
         )
+    draw = Draw(device, dtype, seed=9)
+    for experts in (64, 160):
+        index = draw.integers(experts + 9, 33, 6, low=-9)
+        index[:, 1] = index[:, 0]
+        *others, gate_up, down = _problem(draw, index, 8, 8, experts)
+        turned = (leaf(w.detach().transpose(1, 2).contiguous().transpose(1, 2)) for w in (gate_up, down))
+        name = f"{experts} experts, transposed, some twice in a row, some dropped"
+        yield Sample(name, (*others, *turned), values_only=True)
 
 
 def _experts_far_apart(place: int, sample: Sample) -> Sample:

@@ -145,6 +145,7 @@ def _samples(weighted: bool, weight_shift: float) -> SampleMaker:
 def _beyond_a_tile(weighted: bool, weight_shift: float) -> SampleMaker:
     shapes = {"past 2048 columns": (5, 5003), "16384 columns": (2, 16_384), "past 65535 rows": (65_601, 16)}
     shapes |= {"5120 columns": (3, 5120), "12296 columns": (2, 12_296)}  # aligned, and no whole number of tiles
+    shapes |= {"37 rows of 2048 columns": (37, 2048)}
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield from _sized(shapes, weighted, weight_shift)(device, dtype)

@@ -155,6 +155,7 @@ _BEYOND_A_TILE = {
     "16384 columns": (2, 16_384),
     "5120 columns": (3, 5120),
     "past 65535 rows": (65_601, 32),
+    "37 rows of 2048 columns": (37, 2048),
 }
 _LARGE = {"a model's rows": (16_387, 4096)}
 _LARGE_GROUP = 512  # Mamba 2 divides its rows by eight
