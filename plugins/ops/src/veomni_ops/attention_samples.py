@@ -177,7 +177,8 @@ def _combined_shapes(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
         if "window" in options:
             # One that hides something, since kernels without windows may take another for none. Without causal
             # attention, windows have no meaning across: there is no query's own key.
-            kw["sliding_window"], needs = queries - 2 if window == "long" else 3, [*needs, "sliding_window"]
+            kw["sliding_window"] = {"long": queries - 2, "tile": 64}.get(window, 3)
+            needs += ["sliding_window"]
             kw["is_causal"] = causal = causal or queries < keys
         if "softcap" in options:
             kw["softcap"], needs = 2.0, [*needs, "softcap"]
@@ -213,6 +214,13 @@ def _combined_shapes(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
         shapes |= {"mask": kinds, "batch": (1,) if kinds == ("packed",) else (1, 3)}
         options = [(), *several[kinds == tile : 3], ("softcap", "sinks")]
         yield from together(make, **shapes, options=options)
+    # Heads of models, with and without rows left over from whole tiles.
+    widths = ((256, 256), (192, 128), (128, 128), (64, 64))
+    shapes = {"batch": (1,), "heads": ((8, 2),), "lengths": ((70, 70), (128, 128)), "widths": widths}
+    shapes |= {"causal": (True,), "scaling": (None,)}
+    options = [(), *several[:3], ("window", "sinks")]
+    yield from together(make, mask=("no",), **shapes, options=options, window=("short", "tile"))
+    yield from together(make, mask=("padding left", "packed"), **shapes)
 
 
 def large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -513,6 +521,12 @@ def _combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
         if one_of in [*given][:3] and (one_of, other) != ("query_sinks", "sinks"):
             name = f"{one_of} and {other} alone".replace("_", " ")
             yield edge(name, one_of, other, shape=(1, 4, 2, 12), **given[one_of], **given[other])
+    yield edge("a mask that the batch shares", *dense, mask=some[:1, :1].expand(2, -1, -1, -1), shape=square)
+    yield edge("a mask that heads share", *dense, mask=some[:, :1].expand(-1, 4, -1, -1), shape=square)
+    unread: dict[str, Any] = {"position_ids": torch.arange(17, device=device).repeat(2, 1), "use_cache": False}
+    yield edge("what else transformers passes", output_attentions=False, dropout=0.0, **unread)
+    rounded_up = bounds | {"max_length_q": 32, "max_length_k": 32}
+    yield edge("packed, lengths below the maximum", "packed", shape=along, **rounded_up)
 
 
 _ALIKE_OPTIONS = {"scaling", "softcap", "s_aux", "sliding_window", "is_causal"}

@@ -126,3 +126,23 @@ def head_problem(
     labels[:ignored] = IGNORED
     weight = draw.normal(vocabulary, hidden, scale=scale * hidden**-0.5)
     return leaf(draw.normal(tokens, hidden)), leaf(weight), labels
+
+
+def head_samples(draw: Draw, **common: Any) -> Iterator[Sample]:
+    """Calls of a language model's head in which an option meets many words, or many tokens."""
+    for name, tokens, words, ignored, options in (
+        ("5003 words, bias", 9, 5003, 2, {}),
+        ("1100 tokens, bias", 1100, 17, 2, {}),
+        ("1100 tokens, softcap", 1100, 17, 2, {"softcap": 2.0}),
+        ("9001 words, softcap", 9, 9001, 2, {"softcap": 2.0}),
+        ("5003 words, a prompt of 300 tokens", 400, 5003, 300, {}),
+        ("5003 words, the last one is ignored", 9, 5003, 0, {"ignore_index": 5002}),
+        ("5003 words, a frozen head", 9, 5003, 2, {}),
+        ("5003 words, every other token", 9, 5003, 2, {}),
+    ):
+        hidden, weight, labels = head_problem(draw, tokens, 8, words, ignored)
+        labels[::3] = options.get("ignore_index", IGNORED)
+        states = laid_out(hidden.detach(), EVERY_OTHER if "every other" in name else CONTIGUOUS)
+        bias = [leaf(draw.normal(words))] if "bias" in name else []
+        call = (states, weight.detach() if "frozen" in name else weight, labels, *bias)
+        yield Sample(name, call, {**common, **options})

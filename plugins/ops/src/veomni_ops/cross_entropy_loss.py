@@ -22,6 +22,7 @@ from veomni_ops.combinations import (
     LAYOUTS,
     LEARNED,
     head_problem,
+    head_samples,
     laid_out,
     learned_tokens,
     together,
@@ -214,6 +215,7 @@ def _causal_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[
     _, weight, labels = _problem(draw, tokens=1024, hidden=2, vocabulary=1536)
     hidden = leaf(draw.normal(1024, 2, scale=0.25, shift=1.0))
     yield Sample("states of one sign", (hidden, weight, labels), {"num_items_in_batch": 4})
+    yield from head_samples(draw, **{"num_items_in_batch": 16} if dtype == torch.float16 else {})  # as in _causal_large
 
 
 def _causal_large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

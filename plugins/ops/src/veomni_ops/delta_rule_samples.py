@@ -198,7 +198,7 @@ class DeltaRuleSamples:
         draw = Draw(device, dtype, seed=9)
         for width in (64, 128):
             states = _state(draw, 2, 2, width, width)
-            for name, scale, options in (
+            for name, scale, given in (
                 ("another scale", 1.0, {**kept, "scale": 0.3}),
                 ("no l2 norm", 0.08, {"output_final_state": True}),
                 ("parts of one projection, initial states", 1.0, {**kept, "initial_state": states}),
@@ -206,7 +206,7 @@ class DeltaRuleSamples:
                 q, k, v, *gates = self._problem(draw, 2, 19, (1, 2), (width, width), key_scale=scale)
                 if "parts" in name:
                     q, k, v = (leaf(torch.cat((x, x), 2).detach()[:, :, : x.shape[2]]) for x in (q, k, v))
-                yield Sample(f"{width} columns, {name}", (q, k, v, *gates), options, values_only=True)
+                yield Sample(f"{width} columns, {name}", (q, k, v, *gates), given, values_only=True)
 
     def large(self, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         """As a model has them."""

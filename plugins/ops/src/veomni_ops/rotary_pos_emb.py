@@ -304,11 +304,16 @@ class _Drawn:
 
 def _shaped(shapes: tuple[_Shape, ...], arity: int, whole: bool, layout: AngleLayout) -> SampleMaker:
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-        drawn = _Drawn(Draw(device, dtype), arity, whole, layout)
+        draw = Draw(device, dtype)
+        drawn = _Drawn(draw, arity, whole, layout)
         yield from drawn.shaped(shapes)
         if shapes is _BEYOND_A_TILE:
             yield from drawn.together()
             yield from drawn.shaped((_Shape("heads of 512", 1, (2, 1), 3, 512, 320),))
+            for dim, first in ((1, "heads"), (2, "sequence")):
+                parts = draw.normal(2, 9, 8, 128).split((4, 2, 2), dim=2)[:arity]
+                call = (*(leaf(x.transpose(1, 3 - dim)) for x in parts), *drawn.angles(1, 9, 128, 64))
+                yield Sample(f"128 wide parts of one projection, {first} first", call, {"unsqueeze_dim": dim})
 
     return samples
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veomni_core.kernels import IGNORED
+from veomni_ops import combinations
 from veomni_ops.combinations import CONTIGUOUS, EVERY_OTHER, LEARNED, head_problem, laid_out, learned_tokens, together
 from veomni_ops.contract import Contract, Draw, Sample, compute_dtype, leaf, tolerances
 
@@ -259,6 +260,9 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     hidden, weight, at = head_problem(draw, tokens=4, hidden=8, vocabulary=262_208)
     at[-1] = 262_207
     yield Sample("past 262144 words", (hidden, weight, at), both)
+    yield from combinations.head_samples(draw, **both)
+    shared = both | {"temperature": torch.tensor(0.7, device=device).expand(23)}
+    yield Sample("a temperature that tokens share", head_problem(draw, tokens=23, hidden=8, vocabulary=50), shared)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
