@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, library
+from torch.nn import functional as F
 
 from veomni_conformance.comparison import same
 from veomni_ops.attention import visible
@@ -108,8 +109,20 @@ class _Two(torch.autograd.Function):
 
 
 def _two(q: Any, k: Any, v: Any, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):
-    assert window_size[0] == window_size[1] and not dropout_p
+    assert window_size[0] == window_size[1]
+    if dropout_p:
+        assert window_size[0] == -1 and not softcap
+        return _dropping(q, k, v, dropout_p, softmax_scale, causal)
     return _Two.apply(q, k, v, None, softmax_scale, causal, window_size[0], softcap)
+
+
+def _dropping(q: Tensor, k: Tensor, v: Tensor, rate: float, scale: float, causal: bool) -> Tensor:
+    groups = q.shape[2] // k.shape[2]
+    key, value = (each.repeat_interleave(groups, dim=2).transpose(1, 2).float() for each in (k, v))
+    scores = q.transpose(1, 2).float() @ key.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1) if causal else torch.tensor(False)
+    weights = F.dropout(scores.masked_fill(hidden, float("-inf")).softmax(-1), rate)
+    return (weights @ value).to(q.dtype).transpose(1, 2)
 
 
 def _two_packed(
