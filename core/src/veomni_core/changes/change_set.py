@@ -149,7 +149,8 @@ class ChangeSet:
         """``(module path, what)`` of each new forward whose module other code has taken out, without leaving a copy."""
         modules = dict(model.named_modules(remove_duplicate=False))
         there = {*modules.values()}
-        forwards = {each.path: each.change.target for each in self._owned if isinstance(each.change, ForwardChange)}
+        owned = [(each.path, each.change) for each in self._owned if isinstance(each.change, ForwardChange)]
+        forwards = {getattr(change, "path", path): change.target for path, change in owned}  # of a site's layers too
         for path, target in forwards.items():
             above, _, name = path.rpartition(".")
             at = next(each for each in (path, *_paths_above(path)) if each in modules)
