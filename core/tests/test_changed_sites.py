@@ -133,15 +133,15 @@ def test_another_module_in_the_place_of_a_bound_one_is_in_the_receipt(family, op
         assert not binding.receipt.changed
         setattr(around, name, other.model.get_submodule(path))
         kind = type(other.model.get_submodule(path)).__name__
-        assert binding.receipt.changed == {f"model.{path}": f"a {kind} was put in its place"}
+        assert binding.receipt.changed == {f"model.{path}": f"{kind} was put in its place"}
         kept = copy.deepcopy(own)
         del own  # the bound module is freed
-        assert binding.receipt.changed == {f"model.{path}": f"a {kind} was put in its place"}
+        assert binding.receipt.changed == {f"model.{path}": f"{kind} was put in its place"}
         setattr(around, name, nn.Sequential(copy.deepcopy(kept)))  # a copy within a wrapper
         assert not binding.receipt.changed
         del around._modules[name], kept
         assert len(binding.receipt.changed) == bool(owner)  # of norms others are left
-        assert all(f"it was taken out of model.{owner}, a " in what for what in binding.receipt.changed.values())
+        assert all(f"it was taken out of model.{owner} (" in what for what in binding.receipt.changed.values())
 
 
 class Wrapper(nn.Module):
@@ -181,6 +181,8 @@ def test_each_bound_module_that_is_gone_has_a_line(how):
         REPLACED[how](model.model)
         assert len(binding.receipt.changed) == NORMS_OF.get(how, 4)
         assert all("norm" in path for path in binding.receipt.changed)
+        if how == "every norm by one":
+            assert {*binding.receipt.changed.values()} == {"Identity was put in its place"}
 
 
 def test_layers_that_change_places_or_are_taken_out_are_not_replaced_ones():

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from models import assert_equal_steps, build, tokens
-from veomni_core import bind, make_plan
+from veomni_core import bind, binding_of, make_plan
 from veomni_core.errors import ConfigError, KernelUnavailableError
 from veomni_ops.attention import AttentionModule
 from veomni_torch.attention import sdpa
@@ -225,12 +225,17 @@ def test_its_config_leaves_as_eager_and_takes_the_users_choice(family):
 def test_attention_that_was_put_in_after_bind_is_in_the_receipt(family, own, wrapped):
     """It gets the masks that the kernel takes: none, where eager attention needs one."""
     bound = model(family, own)
-    path, owner = next((p, bound.get_submodule(p.rpartition(".")[0])) for p, m in bound.named_modules() if looks_up(m))
-    with bind(bound, ATTENTION) as binding:
-        assert not binding.receipt.changed
-        other, inner = model(family, own).get_submodule(path), ".inner" * wrapped
-        setattr(owner, path.rpartition(".")[2], nn.ModuleDict({"inner": other}) if wrapped else other)
-        assert f"{path}{inner} runs attention of its own" in str(binding.receipt.changed)
+    path = next(path for path, module in bound.named_modules() if looks_up(module))
+    with bind(bound, ATTENTION):
+        twin = copy.deepcopy(bound)
+        for each in (twin, bound):
+            assert not binding_of(each).receipt.changed
+            owner, _, name = path.rpartition(".")
+            other, inner = model(family, own).get_submodule(path), ".inner" * wrapped
+            setattr(each.get_submodule(owner), name, nn.ModuleDict({"inner": other}) if wrapped else other)
+            changed = binding_of(each).receipt.changed
+            assert f"{path}{inner} runs attention of its own" in str(changed)
+            assert own == "eager" or path in changed  # its forward was bound, so that it sees the kernel
 
 
 def test_plan_and_receipt_say_what_a_proof_leaves_out():

@@ -157,8 +157,8 @@ class ChangeSet:
             if (hiding := vars(modules.get(above, model)).get(name, target)) is not target:
                 yield path, f"{type(hiding).__name__} was set in its place"
             elif target not in there and not any(is_bound_by(each, self.classes) for each in modules[at].modules()):
-                what, where = f"a {type(modules[at]).__name__}", at or "the model"
-                yield path, f"{what} was put in its place" if at == path else f"it was taken out of {where}, {what}"
+                kind, where = type(modules[at]).__name__, at or "the model"
+                yield path, f"{kind} was put in its place" if at == path else f"it was taken out of {where} ({kind})"
 
     def _refuse_second_owner(self, change: ForwardChange, path: str, owner: str) -> None:
         """Refuse a second forward for one module unless it calls the first: else the first one's kernel never runs."""

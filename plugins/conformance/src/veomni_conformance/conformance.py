@@ -137,7 +137,7 @@ def check_kernel(
 # Not reported: libraries add warning filters when they are imported, and draw random numbers. A job's process restores
 # the random states then, but not beside another thread, which the process of a check has (see core's random_states).
 _OF_IMPORTS = ("the warnings filters", *RANDOM_STATES)
-_MOST, _ELEMENTS = 9, 2**17  # inputs of a sample beyond a tile that is asked more, and their elements
+_MOST, _ELEMENTS = 9, 2**17  # inputs of samples beyond a tile that get more questions, and elements
 
 
 def _up_to_a_failure(cases: Iterator[CaseResult]) -> Iterator[CaseResult]:
@@ -228,7 +228,7 @@ def _of_the_kernel(subject: Subject, computed: list[Position], every_form: bool)
 
 
 def _beyond_a_tile(subject: Subject, wide: list[Position]) -> Iterator[str]:
-    """What is asked more about samples beyond a tile: of each form about the one with the longest dimension."""
+    """Further questions about samples beyond a tile: about the one of each form that has the longest dimension."""
     forms: dict[object, list[tuple[int, Position]]] = {}
     for position in wide:
         inputs = subject.inputs(subject.sample(position)).values()

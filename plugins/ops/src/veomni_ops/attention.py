@@ -51,8 +51,9 @@ import torch
 from torch import Tensor
 
 from veomni_core.errors import ConfigError, PackedSequencesError
-from veomni_ops.attention_samples import AttentionModule as AttentionModule
-from veomni_ops.attention_samples import alike, beyond_a_tile, dropping, large, samples
+from veomni_ops.attention_alike import alike
+from veomni_ops.attention_calls import AttentionModule as AttentionModule
+from veomni_ops.attention_samples import beyond_a_tile, dropping, large, samples
 from veomni_ops.contract import Contract, compute_dtype, tolerances
 from veomni_ops.native_sparse_samples import CONTRACT
 

@@ -189,7 +189,7 @@ class Contract:
         large_factor: what generated samples multiply inputs by where they ask for large values.
         denormal_inputs: whether generated samples ask for inputs below the dtype's smallest normal number.
         dropping: makes calls with a ``dropout``, whose ``value`` is the identity, so that results show which weights
-            were dropped. A kernel that declares the feature ``dropout`` is asked about it.
+            were dropped. ``check_kernel`` makes them with kernels that declare the feature ``dropout``.
         ranges: the least and the greatest value of a parameter of the reference, where the op's meaning bounds it. No
             generated sample has values outside, and none puts inputs of different ranges into one memory.
 
