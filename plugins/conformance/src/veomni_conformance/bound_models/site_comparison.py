@@ -17,6 +17,9 @@ from veomni_ops.contract import Contract, Tolerance, dtype_name
 
 # If a model's output has one of these losses, the losses are compared, since they are what such a site changes.
 _LOSSES = ("loss", "aux_loss")
+# The most that the own code's rounding allows. Where a convolution is bound in a tiny qwen3_next, the layer's own delta
+# rule rounds the gradient of ``dt_bias`` by up to 3e-4, with the kernel and without.
+_ROUNDING = 5e-4
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,9 @@ def compare(
     difference may be twice that. Under ``autocast`` the tolerances are those of its dtype, also for float32 results:
     they were computed from values that were rounded to it.
 
-    Where they differ by more, ``exact`` is asked for the module's own code in float64. A result of ``bound`` that is as
-    close to that as it should be to ``own``, or at most twice as far as ``own`` is, is right: the code itself rounds.
+    Where they differ by more, ``exact`` runs the module's own code in float64. A result of ``bound`` that is as close
+    to that as it should be to ``own`` is right. So is one that is at most twice as far as ``own`` is, since other code
+    of the module rounds in both; of that rounding ``_ROUNDING`` counts, so that no wrong kernel hides behind bad code.
     """
     in_float64 = cache(exact or partial(Run, problem="it was not asked for"))
     for which, of, allowed in (
@@ -166,10 +170,10 @@ def _errors(found: Tensor, wanted: Tensor) -> tuple[float, float]:
 
 
 def _problem(errors: tuple[float, float], allowed: Tolerance, rounding: tuple[float, float] = (0.0, 0.0)) -> str:
-    """Which of ``errors`` is more than twice what the contract allows, and twice the ``rounding`` of the own code."""
+    """Which of ``errors`` is more than twice what the contract allows, and what the own code's ``rounding`` allows."""
     limits = (allowed.element, allowed.norm)
     for measure, error, limit, own in zip(("element", "norm"), errors, limits, rounding, strict=True):
-        if not error <= 2 * max(limit, own if own < 1 else 0.0):  # NaN too; own code that is all error allows nothing
+        if not error <= 2 * max(limit, min(own, _ROUNDING)):  # NaN too
             return f"{measure} error {error:.1e}, allowed {2 * limit:.1e}"
     return ""
 
