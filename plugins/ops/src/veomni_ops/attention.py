@@ -8,11 +8,11 @@ Whatever not every kernel computes is a feature. A kernel declares the features 
 for calls that need others:
 
 - ``dense_mask``: ``attention_mask[B, 1 or Hq, S, L]``, boolean (True is kept) or added to the scores;
-- ``padding_mask``: ``attention_mask[B, L]``, False at padding. With a causal mask, or a window that hides something,
-  the output of a query at padding is zero;
+- ``padding_mask``: ``attention_mask[B, L]``, False or 0 at padding. With a causal mask, or a window that hides
+  something, the output of a query at padding is zero;
 - ``sliding_window``: without a dense mask, ``sliding_window=W`` lets a query see its last W keys, including its own;
 - ``packed``: varlen attention. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int32 ``[sequences + 1]``) delimit the
-  sequences in a batch of one;
+  sequences in a batch of one. Without them, a kernel with FlashAttention's masks may read them off ``position_ids``;
 - ``softcap``: scores become ``softcap * tanh(scores / softcap)`` before the mask;
 - ``softcap_by_lengths``: a softcap with ``padding_mask`` or ``packed``;
 - ``sinks``: ``s_aux[Hq]`` is one more score in each row's softmax, whose weight is then dropped;
@@ -36,6 +36,7 @@ others where a static cache is still empty, so that the first query sees the fir
 ``is_causal``; and for a single query, which then sees all keys.
 
 A query that sees no key gives zeros; with an added mask that is finite, or with a position bias, a mean of all values.
+No call is without queries or keys.
 
 Only some models pass the options in :data:`FEATURES_OF_OPTIONS`. A kernel passes those that it doesn't compute to
 :func:`refuse`. A site's ``sizes``: every width of its heads, ``head_dim`` of queries and keys, ``value_head_dim`` of

@@ -44,7 +44,7 @@ def standard(
         weight: ``[C, W]``; the last column is that of the present position.
         bias: ``[C]``.
         activation: ``"silu"``, also called ``"swish"``, or ``None``.
-        seq_idx: integers ``[B, S]``, the number of the packed sequence that each position belongs to. They don't
+        seq_idx: integers ``[B, S]`` >= 0, the number of each position's packed sequence. They don't
             decrease along a row. It has no gradient.
 
     Returns:

@@ -57,8 +57,8 @@ def standard(
         dt_softplus: whether the softplus of a time step is taken.
         dt_limit: the smallest and the largest time step.
         return_final_states: whether the state after the last token of each row is returned.
-        seq_idx: integers ``[B, S]``, the number of the packed sequence of each token. The state is zero where a number
-            differs from the one before it.
+        seq_idx: integers ``[B, S]`` >= 0, the number of each token's packed sequence. The state is zero where a
+            number differs from the one before it.
 
     Returns:
         The output ``[B, S, H, P]`` in float32 for any input, as transformers' function gives it, and the final states

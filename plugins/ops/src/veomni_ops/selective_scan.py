@@ -54,7 +54,7 @@ def standard(
         initial_states: ``[B, I, N]``, the states before the first token of each row; zeros by default.
         dt_softplus: whether the softplus of a time step is taken.
         return_final_states: whether the states after the last token of each row are returned.
-        seq_idx: integers ``[B, S]``, the number of the packed sequence of each token. The states are zero where a
+        seq_idx: integers ``[B, S]`` >= 0, the number of each token's packed sequence. The states are zero where a
             number differs from the one before it.
 
     Returns:
