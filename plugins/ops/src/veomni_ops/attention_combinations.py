@@ -277,9 +277,10 @@ def combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
             yield edge(name, one_of, other, shape=(1, 4, 2, 12), **given[one_of], **given[other])
     yield edge("a mask that the batch shares", *dense, mask=some[:1, :1].expand(2, -1, -1, -1), shape=square)
     yield edge("a mask that heads share", *dense, mask=some[:, :1].expand(-1, 4, -1, -1), shape=square)
-    restart = torch.arange(17).remainder(7).repeat(2, 1).to(device)  # packs a batch of one at most
-    unread: dict[str, Any] = {"position_ids": restart, "use_cache": False}
+    unread: dict[str, Any] = {"position_ids": torch.arange(17, device=device).repeat(2, 1), "use_cache": False}
     yield edge("what else transformers passes", output_attentions=False, dropout=0.0, **unread)
     rounded_up = bounds | {"max_length_q": 32, "max_length_k": 32}
     yield edge("packed, lengths below the maximum", "packed", shape=along, **rounded_up)
     yield edge("padding as integers", *padding, mask=padded(9, 12).long(), shape=square)
+    restart = torch.arange(17).remainder(7).repeat(2, 1).to(device)
+    yield replace(edge("positions that restart", position_ids=restart), not_with=BY_LENGTHS)
