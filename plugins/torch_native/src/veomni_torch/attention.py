@@ -224,7 +224,8 @@ def _zeros_or_nan(query: Tensor, key: Tensor) -> Tensor:
     """``[B, S, Hq, 1]``: NaN where the query, or any key of its sequence, is not finite; 0 elsewhere.
 
     torch's CPU kernel (2.13) returns zeros for a NaN query and finite numbers for an infinite key. Without this term a
-    diverged model would look healthy.
+    diverged model would look healthy. It has no gradient: a key's would be the sum of all incoming ones, which is
+    infinite in float16 from 65,536 ones on, times 0.
     """
-    queries = (query * 0.0).sum(dim=-1, keepdim=True).transpose(1, 2)
-    return queries + (key * 0.0).sum(dim=(1, 2, 3)).view(-1, 1, 1, 1)
+    queries = (query.detach() * 0.0).sum(dim=-1, keepdim=True).transpose(1, 2)
+    return queries + (key.detach() * 0.0).sum(dim=(1, 2, 3)).view(-1, 1, 1, 1)
