@@ -32,6 +32,13 @@ pytest_plugins = (
     ["suites.selection", "suites.cpu_time", "fast_interpreter"] if importlib.util.find_spec("suites") else []
 )
 
+# No test asserts a time, and hypothesis would: 200 ms for one example.
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    settings.register_profile("without a deadline", deadline=None)
+    settings.load_profile("without a deadline")
+
 # What is printed depends on no terminal: readline, which pytest imports, sets the width for the workers of xdist.
 os.environ.pop("COLUMNS", None)
 

@@ -19,9 +19,7 @@ _NOT_OURS = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCh
 
 def bounded(examples: int) -> settings:
     """Run ``examples`` examples, the same in each run, however long one takes."""
-    return settings(
-        max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=_NOT_OURS
-    )
+    return settings(max_examples=examples, derandomize=True, database=None, suppress_health_check=_NOT_OURS)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def test_the_composition_conforms(dtype, extent):
     check_kernel(PLAIN, "cpu", dtype, **extent).raise_if_failed()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     tokens=st.integers(0, 40),
     width=st.integers(1, 20),

@@ -46,7 +46,7 @@ def gradients(result, arguments, **options):
     return torch.autograd.grad(result, leaves, torch.ones_like(result), **options)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     tokens=st.integers(0, 60),
     k=st.integers(1, 5),
@@ -83,7 +83,7 @@ def test_the_composition_conforms(extent):
     check_kernel(PLAIN, "cpu", "float32", **extent).raise_if_failed()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     tokens=st.integers(0, 20),
     k=st.integers(1, 3),

@@ -166,7 +166,7 @@ def test_what_is_saved_for_backward():
     dtypes=st.sampled_from([(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32,) * 2]),
     seed=st.integers(0, 1000),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_rms_norm_rounds_as_the_reference_for_any_pair_of_dtypes(rows, width, variant, dtypes, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, width, generator=generator).to(dtypes[0])
@@ -183,7 +183,7 @@ def test_rms_norm_rounds_as_the_reference_for_any_pair_of_dtypes(rows, width, va
     transposed=st.booleans(),
     silu=st.sampled_from([None, "silu"]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_convolution_of_any_packed_row_in_any_tiles(lengths, width, tile, transposed, silu):
     torch.manual_seed(0)
     x = torch.randn(1, sum(lengths), 3).transpose(1, 2)
@@ -204,7 +204,7 @@ def test_a_convolution_of_any_packed_row_in_any_tiles(lengths, width, tile, tran
 
 
 @given(data=st.data(), tokens=st.integers(0, 9), k=st.integers(1, 4), experts=st.integers(1, 6))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_experts_for_any_routing(data, tokens, k, experts):
     flat = data.draw(st.lists(st.integers(0, experts + 1), min_size=tokens * k, max_size=tokens * k))
     index = torch.tensor(flat, dtype=torch.long).view(tokens, k)

@@ -29,7 +29,7 @@ def _store(*lengths: int, masked: bool = False) -> TokenStore:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=200), st.integers(1, 40), st.booleans(), st.integers(0, 5))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_every_token_is_packed_once_and_no_sequence_overflows(
     lengths: list[int], capacity: int, split: bool, seed: int
 ) -> None:
