@@ -194,3 +194,10 @@ def test_a_graph_is_exported_for_any_number_of_keys(monkeypatch):
     for each in (192, 200):
         given = call(each)
         torch.testing.assert_close(program(*given), Model()(*given))
+
+
+def test_the_gradient_of_keys_is_finite_where_incoming_ones_sum_to_more_than_float16_holds():
+    query, key, value = (torch.randn(1, 8, 65, 192, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    output, _ = sdpa(AttentionModule(1), query, key, value, None)
+    output.sum().backward()
+    assert key.grad.isfinite().all()
