@@ -73,9 +73,10 @@ def _first_of_many(subject: Subject, position: Position) -> str | None:
 def _gathered_again(subject: Subject, position: Position) -> str | None:
     sample = subject.draw(position)
     results = subject.call(sample)
-    memories = [each.untyped_storage() for each in subject.differentiable(sample).values()]
+    storages = [each.untyped_storage() for each in subject.differentiable(sample).values()]
+    memories = {each.data_ptr(): each for each in storages if each.resizable()}  # our simulated NPU's are not
     taken = []  # serves something else meanwhile, and is freed with the call's end
-    for memory in {each.data_ptr(): each for each in memories if each.resizable()}.values():  # not our simulated NPU's
+    for memory in memories.values():
         value, former = memory.clone(), memory.data_ptr()
         memory.fill_(_ELSEWHERE)  # type: ignore[attr-defined]
         for _ in range(_TRIES):

@@ -21,8 +21,8 @@ _MOST_VARIANTS = 256
 # For fewer than 128 queries PyTorch would choose its decoding kernel, which takes over 400 s to compile for float32
 # heads of 128 (PyTorch 2.11, Triton 3.6).
 _KERNEL_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
-# For float32 heads of 192 PyTorch 2.11 plans three stages of loads in forward, which need 278,784 bytes of shared
-# memory; an H200 has 232,448. From 2.13 on it plans one there, as we do.
+# For float32 heads between 128 and 256, PyTorch 2.11 has no tile sizes of their own, and loads in three stages: at 192
+# forward needs 278,784 bytes of shared memory, of an H200's 232,448. PyTorch 2.13 loads in one stage at 192 there.
 _ONE_STAGE: Any = {**_KERNEL_OPTIONS, "fwd_num_stages": 1}
 # A mask_mod: maps indices (batch, head, query, key) to whether the query sees the key.
 Keeps = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -96,7 +96,7 @@ def standard(
         else:
             added = attention_mask
         blocks = _blocks(keeps, batch, heads, query, key) if keeps else None
-    too_wide = query.dtype == torch.float32 and 128 < query.shape[-1] < 256
+    without_tiles = query.dtype == torch.float32 and 128 < query.shape[-1] < 256
     output, aux = _attend(
         query,
         key,
@@ -105,7 +105,7 @@ def standard(
         block_mask=blocks,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
-        kernel_options=_ONE_STAGE if too_wide else _KERNEL_OPTIONS,
+        kernel_options=_ONE_STAGE if without_tiles else _KERNEL_OPTIONS,
         return_aux=AuxRequest(lse=True),
     )
     _allow_second_backward(output)

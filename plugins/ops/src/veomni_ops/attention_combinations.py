@@ -282,5 +282,5 @@ def combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
     rounded_up = bounds | {"max_length_q": 32, "max_length_k": 32}
     yield edge("packed, lengths below the maximum", "packed", shape=along, **rounded_up)
     yield edge("padding as integers", *padding, mask=padded(9, 12).long(), shape=square)
-    restart = torch.arange(17).remainder(7).repeat(2, 1).to(device)
+    restart = torch.arange(17).remainder(7).repeat(2, 1).to(device)  # the mask, which is none, says what is packed
     yield replace(edge("positions that restart", position_ids=restart), not_with=BY_LENGTHS)
