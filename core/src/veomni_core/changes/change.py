@@ -21,12 +21,9 @@ class Change(Protocol):
     """One reversible change to a model.
 
     Example:
-        >>> from torch import nn
         >>> norm = nn.LayerNorm(8)
         >>> change: Change = AttributeChange(norm, "eps", 0.1)
         >>> change.apply()
-        >>> norm.eps, change.overridden()
-        (0.1, '')
         >>> norm.eps = 0.2  # other code
         >>> change.overridden()
         'LayerNorm.eps was replaced'
@@ -63,6 +60,16 @@ class AttributeChange:
         target: the object. It must have a ``__dict__`` and allow weak references.
         name: the attribute.
         value: what it is set to.
+
+    Example:
+        >>> norm = nn.LayerNorm(8)
+        >>> change = AttributeChange(norm, "extra_repr", lambda: "changed")
+        >>> change.apply()
+        >>> norm
+        LayerNorm(changed)
+        >>> change.revert()
+        >>> "extra_repr" in vars(norm)
+        False
     """
 
     def __init__(self, target: Any, name: str, value: Any) -> None:
@@ -90,8 +97,7 @@ class AttributeChange:
         return f"{type(target).__name__}.{self.name} was replaced"
 
     def revert(self) -> None:
-        target = self.target
-        if target is None or self.overridden():
+        if (target := self.target) is None or self.overridden():
             return
         if self._before is _Missing:
             vars(target).pop(self.name, None)
@@ -167,8 +173,7 @@ class ClassChange:
         )
 
     def revert(self) -> None:
-        module = self.target
-        if module is not None and type(module) is self._bound:
+        if type(module := self.target) is self._bound:
             module.__class__ = self._before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ClassChange:

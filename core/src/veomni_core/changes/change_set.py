@@ -24,13 +24,12 @@ class ChangeSet:
 
     def __init__(self, on_change: str = "raise", training_logits: str = "deferred") -> None:
         self.classes = BoundClasses(on_change, training_logits)
-        self._changes: list[Change] = []
         self._owned: list[_Owned] = []
         self._outermost: dict[Hashable, _Owned] = {}
         self._said: set[tuple[str, str]] = set()
 
     def __iter__(self) -> Iterator[Change]:
-        return iter(self._changes)
+        return (each.change for each in self._owned)
 
     def apply(self, change: Change, path: str = "", owner: str = "") -> None:
         """Apply one more change at the module path ``path``, on behalf of the rule ``owner``.
@@ -52,7 +51,6 @@ class ChangeSet:
                 "run their own weights. Yield a veomni_core.authoring.ForwardChange instead"
             )
         change.apply()
-        self._changes.append(change)
         self._outermost[change.place] = _Owned(path, owner, change)
         self._owned.append(self._outermost[change.place])
 
@@ -129,9 +127,8 @@ class ChangeSet:
 
     def revert(self) -> None:
         """Revert every change, the last one first."""
-        while self._changes:
-            self._changes.pop().revert()
-        self._owned.clear()
+        while self._owned:
+            self._owned.pop().change.revert()
         self._outermost.clear()
         self.classes.retire()
 
@@ -139,9 +136,7 @@ class ChangeSet:
         duplicate = ChangeSet()
         memo[id(self)] = duplicate
         duplicate.classes = copy.deepcopy(self.classes, memo)
-        duplicate._changes = [copy.deepcopy(change, memo) for change in self._changes]
-        copied = dict(zip(map(id, self._changes), duplicate._changes, strict=True))
-        duplicate._owned = [replace(each, change=copied[id(each.change)]) for each in self._owned]
+        duplicate._owned = [replace(each, change=copy.deepcopy(each.change, memo)) for each in self._owned]
         duplicate._said = set(self._said)
         return duplicate
 

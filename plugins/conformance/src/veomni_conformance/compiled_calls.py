@@ -7,10 +7,14 @@ makes of it is not checked.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from veomni_conformance.sample_rows import count_rows, select_rows
 from veomni_conformance.sample_tensors import copy_of, to_float64
@@ -30,14 +34,42 @@ def check_compiled_with_breaks(subject: Subject, position: Position) -> Iterator
     """Compile calls of a kernel that may break the graph: on a sample, and on other values of its shapes."""
 
     def compiled() -> str | None:
-        kernel = subject.kernel
-        subject.kernel = torch.compile(_own_code(kernel), backend="eager")
-        try:
+        with _compiling(subject, backend="eager"):
             return subject.plain_problem(position) or subject.plain_problem(position, other=True)
-        finally:
-            subject.kernel = kernel
 
     yield from reveal("under torch.compile", compiled)
+
+
+def check_compiled_options(subject: Subject, positions: list[Position]) -> Iterator[str]:
+    """Compile the fewest samples that have every option among them; in one graph each, where the kernel promises it."""
+
+    def compiled(position: Position) -> str | None:
+        with _compiling(subject, backend="eager", fullgraph=subject.spec.fullgraph):
+            return subject.plain_problem(position)
+
+    for position in _with_every_option(subject, positions):
+        yield from reveal(f"compiled as sample {subject.sample(position).name!r}", partial(compiled, position))
+        subject.forget(position)
+
+
+def _with_every_option(subject: Subject, positions: list[Position]) -> Iterator[Position]:
+    samples = {each: subject.sample(each) for each in positions}
+    sizes = {each: sum(x.numel() for x in subject.inputs(sample).values()) for each, sample in samples.items()}
+    given = {each: frozenset(_options(subject, sample)) for each, sample in samples.items()}
+    left = frozenset[object]().union(*given.values())
+    while left:
+        position = max(positions, key=lambda each: (len(given[each] & left), -sizes[each]))
+        yield position
+        left -= given[position]
+
+
+def _options(subject: Subject, sample: Sample) -> Iterator[object]:
+    """What differs from the usual call: arguments that have no default value, and words that arguments choose by."""
+    declared = inspect.signature(subject.contract.reference).parameters
+    for name, value in (*zip(subject.parameters, sample.args, strict=False), *sample.kwargs.items()):
+        usual = declared[name].default if name in declared else None
+        if isinstance(value, Tensor) or value != (None if usual is inspect.Parameter.empty else usual):
+            yield name, value if isinstance(value, str) else ""
 
 
 def _compiled(subject: Subject, position: Position) -> str | None:
@@ -50,16 +82,22 @@ def _compiled(subject: Subject, position: Position) -> str | None:
         graphs += 1
         return aot_eager(graph, inputs, **options)
 
-    kernel = subject.kernel
-    subject.kernel = torch.compile(_own_code(kernel), fullgraph=True, dynamic=True, backend=counting)
-    try:
+    with _compiling(subject, fullgraph=True, dynamic=True, backend=counting):
         for sample in _batches(subject, position):
             exact = subject.reference(to_float64(copy_of(sample)))
             if problem := subject.problem(subject.outcome(sample), exact):
                 return problem
+    return None if graphs == 1 else f"it is compiled {graphs} times for {len(_BATCHES)} numbers of rows"
+
+
+@contextmanager
+def _compiling(subject: Subject, **options: Any) -> Iterator[None]:
+    kernel = subject.kernel
+    subject.kernel = torch.compile(_own_code(kernel), **options)
+    try:
+        yield
     finally:
         subject.kernel = kernel
-    return None if graphs == 1 else f"it is compiled {graphs} times for {len(_BATCHES)} numbers of rows"
 
 
 def _own_code(kernel: Callable[..., Any]) -> Callable[..., Any]:

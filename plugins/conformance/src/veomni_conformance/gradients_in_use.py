@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from veomni_conformance.sample_tensors import map_tensors, upstream_of
+from veomni_conformance.sample_tensors import map_tensors
 from veomni_conformance.situations import first_of, reveal
 from veomni_conformance.subject import Outcome, Position, Subject
 from veomni_conformance.values import first_damage
@@ -61,7 +61,7 @@ def _accumulated(subject: Subject, position: Position) -> str | None:
     for step in (1, 2):
         results = subject.call(sample)
         reached = [result for result in results if result.requires_grad]
-        torch.autograd.backward(reached, [upstream_of(result) for result in reached])
+        torch.autograd.backward(reached, subject.upstreams(reached, sample))
         sums = {name: None if leaf.grad is None else leaf.grad / step for name, leaf in leaves.items()}
         found = Outcome(tuple(result.detach() for result in results), sums)
         if problem := subject.problem(found, subject.exact(position)):

@@ -18,7 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from veomni_conformance.comparison import plain
-from veomni_conformance.sample_tensors import overwrite, upstream_of
+from veomni_conformance.sample_tensors import overwrite
 from veomni_conformance.situations import reveal
 from veomni_conformance.subject import Outcome, Position, Subject
 from veomni_conformance.values import without_gradients
@@ -136,7 +136,7 @@ def _checkpointed(subject: Subject, position: Position, reentrant: bool) -> str 
         wanted = list(subject.differentiable(sample).values())
         results = checkpoint(lambda *_: subject.call(sample), *wanted, use_reentrant=True)
         reached = [result for result in results if result.requires_grad]
-        torch.autograd.backward(reached, [upstream_of(result) for result in reached])
+        torch.autograd.backward(reached, subject.upstreams(reached, sample))
         gradients = {name: tensor.grad for name, tensor in subject.differentiable(sample).items()}
     else:
         results = checkpoint(subject.call, sample, use_reentrant=False)

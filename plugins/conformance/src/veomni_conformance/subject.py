@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -192,10 +192,16 @@ class Subject:
         reached = [result for result in results if result.requires_grad]
         if not reached or not wanted:
             return dict.fromkeys(wanted)
-        upstreams = [upstream(result) for result in reached]
+        upstreams = self.upstreams(reached, sample, upstream)
         with self.spent.on(REFERENCE if self.spent.now == REFERENCE else KERNEL):
             found = torch.autograd.grad(reached, list(wanted.values()), upstreams, allow_unused=True, **options)
         return dict(zip(wanted, found, strict=True))
+
+    @staticmethod
+    def upstreams(results: Iterable[Tensor], sample: Sample, upstream: Upstream = upstream_of) -> list[Tensor]:
+        """The incoming gradients of ``results``, times ``sample``'s loss scale."""
+        sent = map(upstream, results)
+        return list(sent) if sample.loss_scale == 1.0 else [each * sample.loss_scale for each in sent]
 
     def outcome(self, sample: Sample, upstream: Upstream = upstream_of) -> Outcome:
         """The kernel's results on ``sample``, and its gradients if its spec declares ``backward``."""

@@ -42,13 +42,29 @@ def heads_of(
     """Queries, keys and values as projections leave them, ``[B, H, S, D]`` in the memory of ``[B, S, H, D]``.
 
     ``value_head`` is the width of the values, ``head`` without it.
+
+    Example:
+        >>> import torch
+        >>> draw = Draw(torch.device("cpu"), torch.float32)
+        >>> for heads in heads_of(draw, batch=2, q_heads=4, k_heads=1, length=5, head=32, value_head=16):
+        ...     print(tuple(heads.shape), heads.is_contiguous())
+        (2, 4, 5, 32) False
+        (2, 1, 5, 32) True
+        (2, 1, 5, 16) True
     """
     shapes = ((q_heads, head), (k_heads, head), (k_heads, value_head or head))
     return tuple(leaf(draw.normal(batch, length, *shape).transpose(1, 2)) for shape in shapes)
 
 
 def packed_of(lengths: Tensor, key_lengths: Tensor | None = None) -> dict[str, Any]:
-    """The options of a varlen call with sequences of these lengths; ``key_lengths`` if the keys have other lengths."""
+    """The options of a varlen call with sequences of these lengths; ``key_lengths`` if the keys have other lengths.
+
+    Example:
+        >>> import torch
+        >>> options = packed_of(torch.tensor([3, 2]))
+        >>> options["cu_seq_lens_q"].tolist(), options["max_length_k"]
+        ([0, 3, 5], 3)
+    """
     pairs = (("q", lengths), ("k", lengths if key_lengths is None else key_lengths))
     bounds = {name: F.pad(each.cumsum(0), (1, 0)).int() for name, each in pairs}
     return {

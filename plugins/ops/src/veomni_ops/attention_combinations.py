@@ -18,7 +18,12 @@ from veomni_ops.memory_places import alone
 
 
 def combined_shapes(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Of each kind of mask, shapes without options, and then with some. A kernel without an option misses no shape."""
+    """Of each kind of mask, shapes without options, and then with some. A kernel without an option misses no shape.
+
+    Example:
+        >>> next(combined_shapes(torch.device("cpu"), torch.float32)).name
+        'mask no, batch 1, heads (3, 3), lengths (40, 130), widths (40, 48), causal False, scaling 0.15'
+    """
     draw = Draw(device, dtype, seed=8)
 
     def make(
@@ -109,6 +114,11 @@ def combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
 
     Kernels often have a code path per option and forget one option where two or three meet. Many samples repeat the
     shape of an earlier one with other options, which finds kernels that cache something by shape alone.
+
+    Example:
+        >>> samples = list(combined_options(torch.device("cpu"), torch.float32))
+        >>> all(sample.values_only for sample in samples), max(len(sample.needs) for sample in samples)
+        (True, 4)
     """
     draw = Draw(device, dtype, seed=4)
 

@@ -121,7 +121,13 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
 def head_problem(
     draw: Draw, tokens: int, hidden: int, vocabulary: int, ignored: int = 0, scale: float = 1.0
 ) -> tuple[Tensor, ...]:
-    """Hidden states, an output projection's weight, and labels, of which the first ``ignored`` count in no loss."""
+    """Hidden states, an output projection's weight, and labels, of which the first ``ignored`` count in no loss.
+
+    Example:
+        >>> hidden, weight, labels = head_problem(Draw(torch.device("cpu"), torch.float32), 5, 8, 17, ignored=2)
+        >>> tuple(hidden.shape), tuple(weight.shape), (labels == IGNORED).tolist()
+        ((5, 8), (17, 8), [True, True, False, False, False])
+    """
     labels = draw.integers(vocabulary, tokens)
     labels[:ignored] = IGNORED
     weight = draw.normal(vocabulary, hidden, scale=scale * hidden**-0.5)
@@ -129,7 +135,12 @@ def head_problem(
 
 
 def head_samples(draw: Draw, **common: Any) -> Iterator[Sample]:
-    """Calls of a language model's head in which an option meets many words, or many tokens."""
+    """Calls of a language model's head in which an option meets many words, or many tokens.
+
+    Example:
+        >>> next(head_samples(Draw(torch.device("cpu"), torch.float32))).name
+        '5003 words, bias'
+    """
     for name, tokens, words, ignored, options in (
         ("5003 words, bias", 9, 5003, 2, {}),
         ("1100 tokens, bias", 1100, 17, 2, {}),

@@ -54,6 +54,8 @@ class Sample:
             another kernel the same call means something else.
         laid_out: what lays out a copy of this sample's tensors before a call, where the layout takes memory that is
             not to be kept: all processes of a check have each sample, and one calls the kernel on it.
+        loss_scale: multiplies the incoming gradients, as training in float16 does with the loss, so that gradients
+            don't underflow.
 
     Example:
         >>> x, weight = torch.ones(2, 8, requires_grad=True), torch.ones(8)
@@ -71,6 +73,7 @@ class Sample:
     only_with: str = ""
     not_with: str = ""
     laid_out: Callable[[Sample], Sample] | None = None
+    loss_scale: float = 1.0
 
     def is_for(self, features: Collection[str]) -> bool:
         """Whether a kernel that declares ``features`` is checked on this sample."""

@@ -174,8 +174,7 @@ def _causal_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[
     yield Sample("8192 words, softcap", _problem(draw, tokens=19, hidden=40, vocabulary=8192), options)
     yield Sample("one word past 4096", _problem(draw, tokens=9, hidden=16, vocabulary=4097))
     yield Sample("a long prompt", _masked(_problem(draw, tokens=1217, hidden=16, vocabulary=40, ignored=1090)))
-    few = {"num_items_in_batch": 64} if dtype == torch.float16 else {}  # as in _causal_large
-    yield Sample("4096 tokens, all learned", _problem(draw, tokens=4096, hidden=8, vocabulary=33), few)
+    yield _scaled(Sample("4096 tokens, all learned", _problem(draw, tokens=4096, hidden=8, vocabulary=33)))
     yield Sample("one token past 2048", _problem(draw, tokens=2049, hidden=8, vocabulary=33, ignored=2040))
     yield Sample("5120 words", _problem(draw, tokens=9, hidden=136, vocabulary=5120))
 
@@ -205,8 +204,7 @@ def _causal_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[
     kinds = {"labels": (torch.int64, torch.int32), "layout": (CONTIGUOUS, EVERY_OTHER)}
     yield from together(make, **shapes, bias=(False, True), items=("none", "a number", "a tensor"), **numbers, **kinds)
     yield Sample("9001 words", _problem(draw, tokens=5, hidden=8, vocabulary=9001))
-    if dtype != torch.float16:  # as in _causal_large
-        yield Sample("4200 tokens", _masked(_problem(draw, tokens=4200, hidden=8, vocabulary=17)))
+    yield _scaled(Sample("4200 tokens", _masked(_problem(draw, tokens=4200, hidden=8, vocabulary=17))))
     draw = Draw(device, dtype, seed=8)
     hidden, weight, labels = _problem(draw, tokens=4, hidden=8, vocabulary=262_208)
     labels[-1] = 262_207
@@ -215,24 +213,28 @@ def _causal_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[
     _, weight, labels = _problem(draw, tokens=1024, hidden=2, vocabulary=1536)
     hidden = leaf(draw.normal(1024, 2, scale=0.25, shift=1.0))
     yield Sample("states of one sign", (hidden, weight, labels), {"num_items_in_batch": 4})
-    yield from head_samples(draw, **{"num_items_in_batch": 16} if dtype == torch.float16 else {})  # as in _causal_large
+    yield from map(_scaled, head_samples(draw))
+    # A kernel that divides by the items in forward, where it has the logits, loses these gradients in float16.
+    items = {"num_items_in_batch": 2**20}
+    yield Sample("a million items", _problem(draw, tokens=37, hidden=48, vocabulary=101), items, loss_scale=2.0**16)
 
 
 def _causal_large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     draw = Draw(device, dtype)
-    # In float16 a word's probability divided by the number of tokens underflows, so the gradient of the logits would
-    # keep only the labels' part. Training scales the loss up against that; here a small count does it.
-    few = {"num_items_in_batch": 4} if dtype == torch.float16 else {}
-    yield Sample("a model's head", _problem(draw, tokens=2051, hidden=1024, vocabulary=50_257, ignored=100), few)
-    yield Sample("past 131072 words", _problem(draw, tokens=515, hidden=512, vocabulary=151_936), few)
-    items = {"num_items_in_batch": 257}
-    yield Sample("past 65535 tokens", _problem(draw, tokens=65_539, hidden=64, vocabulary=1009, ignored=9), items)
+    yield _scaled(Sample("a model's head", _problem(draw, tokens=2051, hidden=1024, vocabulary=50_257, ignored=100)))
+    yield _scaled(Sample("past 131072 words", _problem(draw, tokens=515, hidden=512, vocabulary=151_936)))
+    yield _scaled(Sample("past 65535 tokens", _problem(draw, tokens=65_539, hidden=64, vocabulary=1009, ignored=9)))
 
 
 def _problem(draw: Draw, tokens: int, hidden: int, vocabulary: int, ignored: int = 0) -> tuple[Tensor, ...]:
     labels = draw.integers(vocabulary, tokens)
     labels[:ignored] = IGNORED
     return leaf(draw.normal(tokens, hidden)), leaf(draw.normal(vocabulary, hidden, scale=hidden**-0.5)), labels
+
+
+def _scaled(sample: Sample) -> Sample:
+    """With the loss scaled up: a word's probability divided by many tokens underflows in float16."""
+    return replace(sample, loss_scale=2.0**10)
 
 
 def _masked(problem: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

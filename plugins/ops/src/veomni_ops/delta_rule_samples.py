@@ -299,7 +299,13 @@ def _bounds_at(device: torch.device, *ends: int, dtype: torch.dtype = torch.int3
 
 
 def contract(op_name: str, reference: Callable[..., Any], per_channel: bool) -> Contract:
-    """The contract of the delta rule ``op_name``, which both have in common but for the decay."""
+    """The contract of the delta rule ``op_name``, which both have in common but for the decay.
+
+    Example:
+        >>> from veomni_ops.kda import standard
+        >>> contract("kda", standard, per_channel=True).rows[:2]
+        ('query', 'key')
+    """
     samples = DeltaRuleSamples(per_channel)
     return Contract(
         op_name=op_name,
