@@ -294,3 +294,8 @@ def combined_options(device: torch.device, dtype: torch.dtype) -> Iterator[Sampl
     yield edge("padding as integers", *padding, mask=padded(9, 12).long(), shape=square)
     restart = torch.arange(17).remainder(7).repeat(2, 1).to(device)  # the mask, which is none, says what is packed
     yield replace(edge("positions that restart", position_ids=restart), not_with=BY_LENGTHS)
+    yield edge("groups of sixteen", shape=(1, 32, 2, 9))
+    both_sides = edge("a window on both sides that hides nothing", *window, sliding_window=100, is_causal=False)
+    yield replace(both_sides, only_with="sliding_window")
+    every_key: dict[str, Any] = {"sliding_window": 12, "softcap": 2.0}
+    yield across("a window of all keys of one query, softcap", *window, "softcap", lengths=single, **every_key)

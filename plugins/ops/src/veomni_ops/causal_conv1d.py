@@ -198,6 +198,9 @@ def _edges(problems: _Problems) -> Iterator[Sample]:
     now = torch.zeros_like(weight)
     now[:, -1] = 1.0
     yield Sample("a result equal to x", (x, leaf(now)), values_only=True)
+    alike_in_few_bits = torch.tensor([[0] * 3 + [256] * 4 + [65_792] * 2 + [66_048] * 4], dtype=torch.int32)
+    options = {**silu, "seq_idx": alike_in_few_bits.to(problems.device)}
+    yield Sample("numbers 256 and 65536 apart", problems.call(1, 5, 13), options, values_only=True)
 
 
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

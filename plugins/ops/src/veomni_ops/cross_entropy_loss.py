@@ -214,6 +214,9 @@ def _causal_beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[
     hidden = leaf(draw.normal(1024, 2, scale=0.25, shift=1.0))
     yield Sample("states of one sign", (hidden, weight, labels), {"num_items_in_batch": 4})
     yield from map(_scaled, head_samples(draw))
+    hidden, weight, labels = _problem(draw, tokens=37, hidden=48, vocabulary=101, ignored=5)
+    options = {"softcap": 2.0, "num_items_in_batch": 29}
+    yield Sample("a frozen head, softcap and items", (hidden, weight.detach(), labels), options, values_only=True)
     # A kernel that divides by the items in forward, where it has the logits, loses these gradients in float16.
     items = {"num_items_in_batch": 2**20}
     yield Sample("a million items", _problem(draw, tokens=37, hidden=48, vocabulary=101), items, loss_scale=2.0**16)

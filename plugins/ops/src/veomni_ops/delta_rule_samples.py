@@ -135,6 +135,8 @@ class DeltaRuleSamples:
             kept = {"cu_seqlens": _bounds_at(device, *ends), "initial_state": _state(draw, len(ends), 4)}
             name = f"four heads of two keys, {len(ends)} packed sequences, the first of {ends[0]}"
             yield edge(name, self._problem(draw, 1, 20, (2, 4)), output_final_state=True, **kept)
+        kept = {"cu_seqlens": _bounds_at(device, 7, 20, 20, 20), "initial_state": _state(draw, 4)}
+        yield edge("two empty sequences at the end", self._problem(draw, 1, 20), output_final_state=True, **kept)
 
     def beyond_a_tile(self, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         """Wider than a tile of a kernel, and longer than a few chunks."""
@@ -207,6 +209,8 @@ class DeltaRuleSamples:
                 if "parts" in name:
                     q, k, v = (leaf(torch.cat((x, x), 2).detach()[:, :, : x.shape[2]]) for x in (q, k, v))
                 yield Sample(f"{width} columns, {name}", (q, k, v, *gates), given, values_only=True)
+        problem = self._problem(draw, 1, 390, (1, 1), decay=0.05)
+        yield Sample("seven chunks", problem, {**kept, "initial_state": _state(draw, 1, 1)}, values_only=True)
 
     def large(self, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         """As a model has them."""

@@ -72,6 +72,8 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
         yield Sample("past 65535 rows", (leaf(draw.normal(65_601, 8)), leaf(draw.normal(16, 8, scale=0.4))))
     weight, bias = leaf(draw.normal(33, 1056, scale=1056**-0.5)), leaf(draw.normal(33))
     yield Sample("1056 inputs of a few rows", (leaf(draw.normal(9, 1056)), weight, bias))
+    weight, bias = leaf(draw.normal(24, 40, scale=40**-0.5)), leaf(draw.normal(24))
+    yield Sample("5 dimensions, a bias", (leaf(draw.normal(2, 3, 1, 2, 40)), weight, bias), values_only=True)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

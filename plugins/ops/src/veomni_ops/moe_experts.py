@@ -371,6 +371,7 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield edge("widths of 64, twelve choices", _distinct(draw, 7, 12, 16), 16, (64, 64))
     yield edge("widths of one", _distinct(draw, 9, 2, 3), 3, (1, 1))
     yield edge("nine choices, some twice, some dropped", draw.integers(8, 5, 9), 6)
+    yield edge("fifteen empty experts at the end", _distinct(draw, 13, 4, 9), 24)
 
 
 VALUES = tolerances(float32=(1e-5, 2e-6), bfloat16=(4e-2, 1e-2), float16=(5e-3, 1.3e-3))

@@ -300,6 +300,10 @@ class _Drawn:
         yield Sample("queries that are the keys", (*queries, *self.angles(1, 5, 48, 24)), values_only=True)
         cos = torch.ones_like(self.angles(1, 1, 32, 16)[0])  # of the first position
         yield Sample("results equal to the heads", (*self.heads(2, (4, 2), 1, 32), cos, 0 * cos), values_only=True)
+        yield from self.shaped((_Shape("sixteen heads, one key head", 1, (16, 1), 3, 40, 24),), values_only=True)
+        heads = (leaf(x.detach().transpose(1, 2)) for x in self.heads(1, (24, 3), 3, 32))
+        call = (*heads, *self.angles(1, 3, 32, 16))
+        yield Sample("sequence before 24 heads", call, {"unsqueeze_dim": 2}, values_only=True)
 
 
 def _shaped(shapes: tuple[_Shape, ...], arity: int, whole: bool, layout: AngleLayout) -> SampleMaker:

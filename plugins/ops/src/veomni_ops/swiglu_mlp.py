@@ -119,7 +119,7 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
         return Sample("", (laid_out(gate, layout), laid_out(draw.normal(*rows, width), up)))
 
     yield from together(make, rows=ROWS, width=(80, 112, 272), layout=LAYOUTS, up=LAYOUTS)
-    for width in (12_296, 53_248):
+    for width in (12_296, 53_248, 1025, 4097):
         yield Sample(f"{width} columns", (leaf(draw.normal(2, width, scale=0.5)), leaf(draw.normal(2, width))))
 
 

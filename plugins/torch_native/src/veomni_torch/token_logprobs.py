@@ -117,7 +117,7 @@ class _TokenLogprobs(Function):
         temperatures = arithmetic.temperature if isinstance(arithmetic.temperature, Tensor) else None
         saved = (sums.log_normalizer(), sums.result(ENTROPY, 1) if ENTROPY in outputs else None, temperatures)
         ctx.save_for_backward(hidden, weight, bias, labels, *saved)
-        ctx.ignore_index, ctx.arithmetic, ctx.outputs = ignore_index, arithmetic, outputs
+        ctx.ignore_index, ctx.arithmetic, ctx.outputs, ctx.product = ignore_index, arithmetic, outputs, product
         ctx.mark_non_differentiable(*(results[i] for i, name in enumerate(outputs) if name not in (LOGPROBS, ENTROPY)))
         return results
 
@@ -138,7 +138,8 @@ class _TokenLogprobs(Function):
         dbias = torch.zeros_like(bias, dtype=float_dtype) if wants_bias else None
         total_WH: Any = None  # float32: the sum over all tokens of the gradient of one chunk of words
         for rows, words in _tiles(hidden.shape[0], weight.shape[0], hidden.device):
-            logits = F.linear(hidden[rows], weight[words], None if bias is None else bias[words])
+            # The product of forward: the only word of a vocabulary then has a probability of exactly 1, and no gradient.
+            logits = ctx.product(hidden[rows], weight[words], None if bias is None else bias[words])
             z_RW, slope = ctx.arithmetic.applied(logits, rows)
             logprobs_RW = z_RW.sub_(log_normalizer[rows].unsqueeze(1))
             dz_RW = _gradient_of_logits(
