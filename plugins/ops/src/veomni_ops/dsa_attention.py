@@ -352,6 +352,8 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
         visible = causal_ranges(1, sum(lengths), sum(lengths), lengths).to(device)
         call = query, latents, None, *rest
         yield Sample(name, call, {"visible": visible}, (DENSE_STAGE,), values_only=True)
+    call = problems.call(1, 9, 5, heads=80)
+    yield Sample("80 heads, the indexer's loss", call, problems.indexer(call), (INDEXER_LOSS,), values_only=True)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

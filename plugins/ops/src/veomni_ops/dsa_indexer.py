@@ -222,6 +222,7 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     query[..., 0] = key[..., 0] = 33.0  # exact still, and all scores are in one bin of a search by the highest bits
     call = query, key, torch.ones_like(weights), visible, top_k
     yield Sample("8200 scores close to each other", call, values_only=True)
+    yield Sample("one of 1100 keys wanted", problems.call(1, 7, 1, keys=1100), values_only=True)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -341,6 +341,9 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     given = problems.of_heads(4)
     given["D"] = leaf(given["D"].detach()[:1].expand(4))
     yield Sample("parts of one projection, one D of all heads", (x, dt, A, B, C), given, values_only=True)
+    for name, given in (("past", {}), ("sequences of 256, past", {"seq_idx": problems.packed([256, 256, 65])})):
+        call = problems.call(1, 577, (2, 1), decay=0.02)
+        yield Sample(f"{name} 512 tokens", call, {**problems.of_heads(), **given}, values_only=True)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -129,6 +129,7 @@ def _edges(problems: _Problems) -> Iterator[Sample]:
     for first in (9, 13):  # as many boundaries of as many tokens, elsewhere
         call, options = problems.call(1, 21, lengths=(first, 21 - first), own_window=True)
         yield edge(f"a window's own keys, scaled, packed at {first}", (call, {**options, "scaling": 0.3}))
+    yield edge("three first blocks", problems.call(1, 61, sizes=Sizes(4, 2, 8, 5, 3, 1, 6)))
 
 
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from veomni_ops import combinations
 from veomni_ops.contract import Contract, Draw, Sample, SampleMaker, leaf
 from veomni_ops.memory_places import alone
-from veomni_ops.rotation import VALUES, AngleLayout, Turn, rotate_half, rotate_pairs, turned
+from veomni_ops.rotation import VALUES, AngleLayout, Turn, angles_between, rotate_half, rotate_pairs, turned
 
 
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -304,6 +304,8 @@ class _Drawn:
         heads = (leaf(x.detach().transpose(1, 2)) for x in self.heads(1, (24, 3), 3, 32))
         call = (*heads, *self.angles(1, 3, 32, 16))
         yield Sample("sequence before 24 heads", call, {"unsqueeze_dim": 2}, values_only=True)
+        between = angles_between(self.angles(1, 9, 64, 32)[0], self._draw.dtype)
+        yield Sample("float32 between other angles", (*self.heads(2, (4, 2), 9, 64), *between), values_only=True)
 
 
 def _shaped(shapes: tuple[_Shape, ...], arity: int, whole: bool, layout: AngleLayout) -> SampleMaker:

@@ -17,7 +17,7 @@ from torch import Tensor
 from veomni_ops.combinations import LAYOUTS, laid_out, together
 from veomni_ops.contract import Contract, Draw, Sample, compute_dtype, leaf
 from veomni_ops.memory_places import alone
-from veomni_ops.rotation import VALUES, AngleLayout, Turn, rotate_half, rotate_pairs, turned
+from veomni_ops.rotation import VALUES, AngleLayout, Turn, angles_between, rotate_half, rotate_pairs, turned
 
 
 def full(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,6 +107,8 @@ def _samples(device: torch.device, dtype: torch.dtype, whole: bool) -> Iterator[
     yield Sample("queries that are the keys", (both, both, *angles(2, 5, 32)), values_only=True)
     ones = torch.ones_like(angles(1, 32)[0])
     yield Sample("results equal to the heads", (heads(1, 2, 32), heads(1, 2, 32), ones, ones * 0), values_only=True)
+    between = angles_between(angles(9, 64)[0], dtype)
+    yield Sample("float32 between other angles", (heads(9, 4, 64), heads(9, 4, 64), *between), values_only=True)
 
 
 def _patches(device: torch.device, dtype: torch.dtype, whole: bool, shapes: tuple[_Shape, ...]) -> Iterator[Sample]:

@@ -48,6 +48,20 @@ class AngleLayout(Enum):
         return self is not AngleLayout.NEIGHBOURS or torch.equal(cos[..., ::2], cos[..., 1::2])
 
 
+def angles_between(cos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines like ``cos`` in float32, all of which ``dtype`` rounds down: a kernel that does so is biased.
+
+    Example:
+        >>> cos, sin = angles_between(torch.zeros(1), torch.bfloat16)
+        >>> cos, cos.bfloat16()
+        (tensor([0.7518]), tensor([0.7500], dtype=torch.bfloat16))
+    """
+    step = 0.45 * torch.finfo(dtype).eps / 2
+    return torch.full_like(cos, 0.75 + step, dtype=torch.float32), torch.full_like(
+        cos, 0.625 + step, dtype=torch.float32
+    )
+
+
 def rotate_half(x: Tensor) -> Tensor:
     """Rotate each pair ``(i, i + D/2)`` by 90 degrees.
 

@@ -272,6 +272,8 @@ def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     kinds = {"packed": ("not", "int32", "int64"), "states": ("none", "initial", "final", "initial and final")}
     optional = dict.fromkeys(("D", "z", "dt_bias", "dt_softplus"), (True, False))
     yield from together(make, **shapes, **kinds, **optional, layout=LAYOUTS)
+    packed = {"seq_idx": problems.packed([256, 256, 65]), **problems.gated(1, 577, 4)}
+    yield Sample("sequences of 256", problems.call(1, 577, 4, decay=0.05), packed, values_only=True)
 
 
 def _large(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -208,6 +208,7 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     sure = hidden.detach().clone()
     sure[::2] = 300 * weight.detach()[labels[::2]]  # the probabilities of all other words underflow
     yield edge("every other token is sure", (leaf(sure), weight, labels), outputs=both)
+    yield edge("a temperature without a fraction", problem(), temperature=2, outputs=both)
 
 
 def _beyond_a_tile(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -138,7 +138,7 @@ class _TokenLogprobs(Function):
         dbias = torch.zeros_like(bias, dtype=float_dtype) if wants_bias else None
         total_WH: Any = None  # float32: the sum over all tokens of the gradient of one chunk of words
         for rows, words in _tiles(hidden.shape[0], weight.shape[0], hidden.device):
-            # The product of forward: the only word of a vocabulary then has a probability of exactly 1, and no gradient.
+            # The product of forward: a vocabulary of one word has a probability of exactly 1 then, and no gradient.
             logits = ctx.product(hidden[rows], weight[words], None if bias is None else bias[words])
             z_RW, slope = ctx.arithmetic.applied(logits, rows)
             logprobs_RW = z_RW.sub_(log_normalizer[rows].unsqueeze(1))
