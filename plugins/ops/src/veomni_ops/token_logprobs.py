@@ -208,6 +208,10 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     sure = hidden.detach().clone()
     sure[::2] = 300 * weight.detach()[labels[::2]]  # the probabilities of all other words underflow
     yield edge("every other token is sure", (leaf(sure), weight, labels), outputs=both)
+    hidden, weight, labels = _decided(draw)
+    labels[5::3] += 64  # the word whose logit is equal to an earlier one's
+    tied = leaf(weight.detach().repeat(2, 1))
+    yield edge("top1 of words that are equal", (hidden, tied, labels), (TOP1,), outputs=(TOP1, LOGPROBS))
     yield edge("a temperature without a fraction", problem(), temperature=2, outputs=both)
 
 
