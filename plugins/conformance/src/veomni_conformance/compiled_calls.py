@@ -54,22 +54,32 @@ def check_compiled_options(subject: Subject, positions: list[Position]) -> Itera
 
 def _with_every_option(subject: Subject, positions: list[Position]) -> Iterator[Position]:
     samples = {each: subject.sample(each) for each in positions}
-    sizes = {each: sum(x.numel() for x in subject.inputs(sample).values()) for each, sample in samples.items()}
-    given = {each: frozenset(_options(subject, sample)) for each, sample in samples.items()}
+    sizes = {each: sum(_sizes(subject, sample)) for each, sample in samples.items() if all(_sizes(subject, sample))}
+    given = {each: frozenset(_options(subject, samples[each])) for each in sizes}
     left = frozenset[object]().union(*given.values())
     while left:
-        position = max(positions, key=lambda each: (len(given[each] & left), -sizes[each]))
+        position = max(given, key=lambda each: (len(given[each] & left), -sizes[each]))
         yield position
         left -= given[position]
 
 
+def _sizes(subject: Subject, sample: Sample) -> list[int]:
+    return [x.numel() for x in subject.inputs(sample).values()]
+
+
 def _options(subject: Subject, sample: Sample) -> Iterator[object]:
-    """What differs from the usual call: arguments that have no default value, and words that arguments choose by."""
+    """What differs from the usual call, by argument: a tensor, a certain word, or a number.
+
+    Numbers as large as the longest dimension are apart from smaller ones: a window of so many keys hides none.
+    """
     declared = inspect.signature(subject.contract.reference).parameters
+    longest = max((size for x in subject.inputs(sample).values() for size in x.shape), default=0)
     for name, value in (*zip(subject.parameters, sample.args, strict=False), *sample.kwargs.items()):
         usual = declared[name].default if name in declared else None
-        if isinstance(value, Tensor) or value != (None if usual is inspect.Parameter.empty else usual):
-            yield name, value if isinstance(value, str) else ""
+        if isinstance(value, Tensor):
+            yield name, "a tensor"
+        elif value != (None if usual is inspect.Parameter.empty else usual):
+            yield name, value < longest if isinstance(value, (int, float)) else value if isinstance(value, str) else ""
 
 
 def _compiled(subject: Subject, position: Position) -> str | None:

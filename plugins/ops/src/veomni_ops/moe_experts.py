@@ -372,7 +372,7 @@ def _edges(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield edge("widths of one", _distinct(draw, 9, 2, 3), 3, (1, 1))
     yield edge("nine choices, some twice, some dropped", draw.integers(8, 5, 9), 6)
     yield edge("fifteen empty experts at the end", _distinct(draw, 13, 4, 9), 24)
-    hidden, index, weights, *projections = _problem(draw, _distinct(draw, 13, 2, 4), 32, 16, 4)
+    hidden, index, weights, *projections = _problem(draw, _distinct(draw, 65, 2, 4), 64, 16, 4)
     between = torch.full_like(weights, 1 + 0.45 * torch.finfo(dtype).eps, dtype=torch.float32)  # 16 bits round down
     yield Sample("float32 weights between others", (hidden, index, leaf(between), *projections), values_only=True)
 
