@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from veomni_core.changes.bound_subclass import eager_class
 from veomni_core.changes.change import Change, ClassChange
 from veomni_core.changes.code_places import CodePlace
 from veomni_core.descriptions.kernel_spec import EXPERT_PARALLEL, KernelSpec
@@ -23,11 +24,13 @@ from veomni_transformers.experts.selection import (
     is_dispatched,
     selected_implementation,
     table_of,
+    with_implementation,
 )
 from veomni_transformers.forwards.adapted_experts import forward_beside_adapters, why_not_beside
 from veomni_transformers.forwards.expert_layouts import LAYOUTS, ExpertLayout, dropping_choices, sizes_of
 from veomni_transformers.forwards.peft_parameters import ACTIVATE, handing_factors, wrappers_of
 from veomni_transformers.forwards.signatures import with_own_signature
+from veomni_transformers.proving import probe
 from veomni_transformers.proving.code_read import Places, module_at
 from veomni_transformers.proving.code_reading import bypassed, guarded_names
 from veomni_transformers.proving.module_locator import ModuleLocator, refuse_empty
@@ -91,10 +94,11 @@ class ExpertsModules(ModuleLocator):
         return refused(site, {"": own, **styles}, "the kernel needs whole experts, or equal parts of gate, up and down")
 
     def key(self, module: nn.Module) -> Hashable:
-        return super().key(module), selected_implementation(module)
+        read = with_implementation(module, self.readings.of(module))
+        return probe.behaviour(module, read.names), selected_implementation(module)
 
     def code_read(self, model: nn.Module, site: Site) -> Places:
-        """Also what transformers' table of experts has under the name that the config selects."""
+        """Also what transformers' table of experts has under the name that the config selects, and what that reads."""
         module = module_at(model, site.path)
         read, table, name = super().code_read(model, site), table_of(module), selected_implementation(module)
         if table is None or name not in table:
@@ -102,7 +106,8 @@ class ExpertsModules(ModuleLocator):
         known: dict[Hashable, Places] = vars(self).setdefault("_with_implementation", {})
         key = (id(read), name)
         if key not in known:
-            known[key] = (*read, CodePlace(table, name, f"the experts implementation {name!r}"))
+            called = self._places([(eager_class(type(module)), table[name])])
+            known[key] = (*read, *called, CodePlace(table, name, f"the experts implementation {name!r}"))
         return known[key]
 
     def called(self, site: Site) -> tuple[str, ...]:
@@ -118,7 +123,7 @@ class ExpertsModules(ModuleLocator):
         forward = with_own_signature(module, bound)  # type: ignore[arg-type]
         if EXPERT_PARALLEL in site.needs:
             forward = dropping_choices(forward)
-        yield ExpertsChange(module, forward, guarded_names(module, reading, WEIGHTS))
+        yield ExpertsChange(module, forward, guarded_names(module, with_implementation(module, reading), WEIGHTS))
         for _, wrapper in wrappers_of(module, model) if not why_not_beside(layout, spec) else ():
             yield ClassChange(wrapper, ACTIVATE, handing_factors(getattr(type(wrapper), ACTIVATE)))
         for name, child in children.items():

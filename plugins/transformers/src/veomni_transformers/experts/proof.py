@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_ops.moe_experts import CONTRACTS
-from veomni_transformers.experts.selection import implementation_of_others
+from veomni_transformers.experts.selection import implementation, is_of_others, selected_implementation
 from veomni_transformers.forwards.expert_layouts import ExpertLayout
 from veomni_transformers.forwards.signatures import leading_parameters, why_not_callable
 from veomni_transformers.proving import probe
@@ -74,27 +74,33 @@ def prove_experts(module: nn.Module, readings: Readings, layouts: Mapping[str, E
         if not all(isinstance(run.found, Tensor) for run in runs):
             return Proof(None, f"gives a {type(runs[0].found).__name__}, expected a tensor")
         proof = first_fit(_candidates(runs, branches, layouts), "its weights and its call fit no known layout")
-        name = implementation_of_others(module)
-        if proof.variant is None or not name:
+        if proof.variant is None or implementation(module) is None:
             return proof
-        why = _registered_by_others(module, name, layouts[proof.detail["layout"]], whole.modes, branches)
-        return Proof(None, f"its config selects {name!r}, registered by other code, {why}") if why else proof
+        why = _why_not_as_its_class(module, layouts[proof.detail["layout"]], whole.modes, branches)
+        name, others = selected_implementation(module), ", registered by other code" if is_of_others(module) else ""
+        return Proof(None, f"its config selects {name!r}{others}, {why}") if why else proof
 
 
-def _registered_by_others(
-    module: nn.Module, name: str, layout: ExpertLayout, modes: Iterable[bool], branches: Branches
-) -> str:
-    """How the implementation ``name`` differs from the code of the module's class, which is proven; or empty."""
+def _why_not_as_its_class(module: nn.Module, layout: ExpertLayout, modes: Iterable[bool], branches: Branches) -> str:
+    """How the implementation that runs in ``module`` differs from the code of its class, which is proven; or empty.
+
+    transformers' own may need a GPU: one that raises here is taken for what transformers says it is.
+    """
     sizes, _ = _tiny_sizes(module, aligned=True)
     assert sizes is not None, "the code of the class was run"
+    name, of_others = selected_implementation(module), is_of_others(module)
     copies = {dtype: _copy(module, sizes, dtype, name) for dtype in (_F32, *probe.LOW_PRECISION)}
     grouped = len(leading_parameters(module, _ROUTED)) == _GROUPED
     calls = _calls(sizes, grouped)
-    if not grouped:  # an index that stands for no expert is met on ranks that share the experts alone
+    if not of_others:  # is tested by transformers: what it calls of the module is in every call
+        calls = (call for call in calls if call[0] and call[1] is _F32)
+    elif not grouped:  # an index that stands for no expert is met on ranks that share the experts alone
         calls = (call for call in calls if (call[2][1] < sizes.gate_up_experts).all())
     runs, error = _runs(copies, calls, modes, branches)
-    miss = 0.0 if error else max(run.miss(layout) for run in runs)
-    return error or (f"which is off by {miss:.2%} from the code of its class" if miss else "")
+    if error:
+        return error if of_others else ""
+    miss = max(run.miss(layout) for run in runs)
+    return f"which is off by {miss:.2%} from the code of its class" if miss else ""
 
 
 def _runs(

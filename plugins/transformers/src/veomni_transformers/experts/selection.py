@@ -7,6 +7,7 @@ transformers wraps the ``forward`` of an experts class. The wrapper looks up the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from veomni_core.changes.change import ForwardChange
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.errors import BindingError
 from veomni_transformers.forwards.eager_experts import SELECTED_BY, eager_until_set
+from veomni_transformers.proving.code_reading import Reading, read_function
 from veomni_transformers.proving.functions import code_layers, current_forward
 from veomni_transformers.proving.of_others import function_of_others
 
@@ -40,10 +42,23 @@ def table_of(module: nn.Module) -> Mapping[str, Any] | None:
     return None
 
 
-def implementation_of_others(module: nn.Module) -> str:
-    """The name under which other code has registered the implementation that runs in ``module``; empty if none has."""
-    name, table = selected_implementation(module), table_of(module)
-    return name if table is not None and function_of_others(table, name) is not None else ""
+def implementation(module: nn.Module) -> Any:
+    """The function that runs in ``module`` in the place of its class's eager code; ``None`` if that code runs."""
+    table = table_of(module)
+    return None if table is None else table.get(selected_implementation(module))
+
+
+def is_of_others(module: nn.Module) -> bool:
+    """Whether other code than transformers has registered the implementation that runs in ``module``."""
+    table = table_of(module)
+    return table is not None and function_of_others(table, selected_implementation(module)) is not None
+
+
+def with_implementation(module: nn.Module, reading: Reading) -> Reading:
+    """``reading`` with the names that the implementation reads: a gate's method, whether there are biases."""
+    function = implementation(module)
+    names = frozenset() if function is None else read_function(function, type(module)).names
+    return replace(reading, names=reading.names | names)
 
 
 class ExpertsChange(ForwardChange):

@@ -69,8 +69,10 @@ def code_of(module: nn.Module) -> Iterator[Any]:
     yield from (value for value in vars(module).values() if isinstance(value, FunctionType))
 
 
-def places_read(code: Iterable[type | FunctionType]) -> Iterator[CodePlace]:
-    """Every place from which ``code``, whose classes are those of modules, takes code that runs in a forward.
+def places_read(code: Iterable[Any]) -> Iterator[CodePlace]:
+    """Every place from which ``code`` takes code that runs in a forward.
+
+    ``code`` has functions, classes of modules, and pairs of such a class and a function that runs as its forward.
 
     torch's and the standard library's code is not followed, but for what ``code`` itself has of it: what stands under
     the names that the followed code uses is a place.
@@ -91,8 +93,8 @@ def places_read(code: Iterable[type | FunctionType]) -> Iterator[CodePlace]:
 
 
 def _places_of(code: Any) -> Iterator[CodePlace]:
-    kind = code if isinstance(code, type) else None
-    first = code if kind is None else code.forward
+    kind, first = code if isinstance(code, tuple) else (code, None) if isinstance(code, type) else (None, code)
+    first = first or kind.forward
     names = {"forward"}
     for function in reached_functions([first], kind):
         if function is first or not is_library(function):
