@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from models import assert_equal_steps, build, step
 from veomni_core import bind, find_sites
-from veomni_core.errors import CodeChangedWarning, KernelUnavailableError
+from veomni_core.errors import CodeChangedWarning, KernelUnavailableError, SiteChangedError
 
 AUTO = {"preset": "auto"}
 THOROUGH = pytest.mark.thorough
@@ -99,3 +101,39 @@ def test_experts_that_are_selected_or_replaced_after_bind_are_seen(monkeypatch):
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", len)
     with pytest.warns(CodeChangedWarning, match="the experts implementation 'grouped_mm' was replaced"):
         assert "model.layers.0.mlp.experts" in binding.receipt.changed
+
+
+def of_own_gate(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate.sigmoid() * up
+
+
+def experts_of(model):
+    return [each for each in model.modules() if "gate_up_proj" in each._parameters]
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+@pytest.mark.parametrize("implementation", ["grouped_mm", pytest.param("batched_mm", marks=THOROUGH)])
+def test_experts_whose_gate_only_their_implementation_calls_keep_their_own_code(family, implementation):
+    model, eager = build(family), build(family)
+    for each in (model, eager):
+        each.config._experts_implementation = implementation
+        for experts in experts_of(each):
+            experts.__class__ = type("OfOwnGate", (type(experts),), {"_apply_gate": of_own_gate})
+    sites = [decision for op in bind(model, AUTO).plan.ops if op.op_name == "moe_experts" for decision in op.sites]
+    assert sites and not any(each.bound for each in sites)
+    assert family == "gpt_oss" or f"selects {implementation!r}, which is off by" in sites[0].site.evidence
+    assert_equal_steps(step(model), step(eager))
+
+
+def test_what_an_implementation_calls_and_reads_is_seen_after_bind(monkeypatch):
+    model = build("qwen3_moe")
+    binding, (experts, *_) = bind(model, AUTO), experts_of(model)
+    for name, value in (("_apply_gate", of_own_gate), ("has_bias", True), ("is_transposed", True)):
+        with pytest.raises(SiteChangedError, match=f"{name} was changed after bind"):
+            setattr(experts, name, value)
+    monkeypatch.setattr(moe, "_grouped_linear", len)
+    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeExperts, "_apply_gate", of_own_gate)
+    with pytest.warns(CodeChangedWarning, match=r"moe\._grouped_linear was replaced"):
+        said = binding.receipt.changed["model.layers.0.mlp.experts"]
+    assert "Qwen3MoeExperts._apply_gate was replaced" in said
