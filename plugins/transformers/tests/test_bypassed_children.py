@@ -47,6 +47,8 @@ WAYS = {
     "add_module": lambda model, holder, name: holder.add_module(name, Third()),
     "register_module": lambda model, holder, name: holder.register_module(name, Third()),
     "_modules": lambda model, holder, name: holder._modules.__setitem__(name, Third()),
+    "vars(module)": lambda model, holder, name: vars(holder).__setitem__(name, Third()),
+    "object.__setattr__": lambda model, holder, name: object.__setattr__(holder, name, torch.tanh),
     "set_submodule": lambda model, holder, name: holder.set_submodule(name, Third()),
     "__class__": lambda model, holder, name: setattr(holder._modules[name], "__class__", Third),
     "__class__, derived from the bound one": lambda model, holder, name: setattr(
@@ -69,7 +71,9 @@ def holder_in(model, family):
 def cases():
     for family in FAMILIES:
         for way in WAYS:
-            first = family == FAMILIES[1] or (family == FAMILIES[0] and way in ("_modules", "a hook of all modules"))
+            first = family == FAMILIES[1] or (
+                family == FAMILIES[0] and way in ("_modules", "vars(module)", "a hook of all modules")
+            )
             yield pytest.param(family, way, marks=() if first else pytest.mark.thorough)
 
 

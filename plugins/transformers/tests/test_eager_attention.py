@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from models import assert_equal_steps, build, tokens
-from veomni_core import bind, binding_of, make_plan
+from planned_norms import registry
+from veomni_core import KernelSpec, bind, binding_of, make_plan
 from veomni_core.errors import ConfigError, KernelUnavailableError
-from veomni_ops.attention import AttentionModule
+from veomni_ops.attention import AttentionModule, standard
 from veomni_torch.attention import sdpa
 from veomni_transformers.attention.kernel_lookup import looks_up
 from veomni_transformers.forwards.like_eager import like_eager
@@ -179,6 +180,49 @@ def test_attention_weights_are_the_models_own(family, kernel):
             assert len(found.attentions) == 2
             torch.testing.assert_close(found.attentions, wanted.attentions)
             torch.testing.assert_close(found.logits, wanted.logits)
+
+
+def by_lengths(module, query, key, value, attention_mask, **options):
+    """The contract's reference, given lengths and padding as a FlashAttention is, and no mask of queries and keys."""
+    assert attention_mask is None or attention_mask.dim() == 2
+    return standard(module, query, key, value, attention_mask, **options)
+
+
+FEATURES = ("dense_mask", "padding_mask", "flash_attention_mask")
+BY_LENGTHS = registry(KernelSpec("by_lengths", "attention", "standard", f"{__name__}:by_lengths", features=FEATURES))
+
+
+@pytest.mark.parametrize("family", ["stablelm", "nemotron", "llama"])  # the last hands is_causal to its attention
+@pytest.mark.parametrize("kernel", [*KERNELS, "by_lengths"])
+def test_a_call_that_is_not_causal_is_the_models_own(family, kernel):
+    bound, unbound, ids = model(family), model(family), tokens()
+    whole, padded = torch.ones_like(ids), torch.tensor(MASKS["right"])
+    labels = torch.where(padded.bool(), ids, -100)  # kernels by lengths give zeros at padding
+    by_default = unbound(input_ids=ids, labels=labels).loss
+
+    def step(which, mask):
+        which.zero_grad(set_to_none=True)
+        loss = which(input_ids=ids, labels=labels, attention_mask=mask, use_cache=False, is_causal=False).loss
+        loss.backward()
+        return loss.detach(), {name: p.grad.clone() for name, p in which.named_parameters() if p.grad is not None}
+
+    found_in = BY_LENGTHS if kernel == "by_lengths" else None
+    with bind(bound, {**ATTENTION, "attn_implementation": kernel}, registry=found_in):
+        for checkpointing in (False, True):  # layers run again when the config has lost is_causal
+            for mask in (None, whole, padded):
+                found, wanted = step(bound, mask), step(unbound, mask)
+                assert_equal_steps(found, wanted)
+                assert abs(found[0] - by_default) > 1e-4
+            for each in (bound, unbound) if not checkpointing else ():
+                each.gradient_checkpointing_enable()
+        torch.testing.assert_close(bound(input_ids=ids, labels=labels).loss, by_default)  # causal again
+
+
+def test_masks_of_chunks_are_causal_whatever_the_call_says():
+    bound, unbound = (build("llama4_text", attn_implementation="eager", attention_chunk_size=64) for _ in range(2))
+    with bind(bound, ATTENTION):
+        found, wanted = (each(input_ids=tokens(), is_causal=False).logits for each in (bound, unbound))
+    torch.testing.assert_close(found, wanted)
 
 
 def test_what_proofs_keep_is_real_where_the_first_bind_is_under_fake_tensors():

@@ -19,7 +19,7 @@ from torch import nn
 
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_ops.attention import MASK_FEATURES
-from veomni_transformers.attention.mask_builders import builder_of
+from veomni_transformers.attention.mask_builders import builder_of, saying_not_causal
 from veomni_transformers.forwards.like_eager import like_eager
 
 Function = Callable[..., Any]
@@ -97,7 +97,9 @@ def registered(model: nn.Module, kernel: Function, spec: KernelSpec, replaces_ea
     if replaces_eager and given in (None, eager_mask):  # a mask of the kernel's own kind can't be read
         from_the_first_key = mask != _INTERFACES[MASK_FEATURES["flash_attention"]]
         kernel = like_eager(kernel, from_the_first_key, boolean_masks=given is None and mask == "sdpa")
-    builder = given or builder_of(mask)
+        builder = saying_not_causal(given or builder_of(mask))
+    else:
+        builder = given or builder_of(mask)
     with _lock:
         for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
             known = ALL_MASK_ATTENTION_FUNCTIONS.get(name)

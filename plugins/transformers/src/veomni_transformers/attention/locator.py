@@ -18,7 +18,7 @@ from veomni_transformers.attention.compiled_masks import without_masks_of_plain_
 from veomni_transformers.attention.config_changes import config_changes, interface_of, is_eager
 from veomni_transformers.attention.interface_names import RegisteredInterface, interface_entries, registered
 from veomni_transformers.attention.kernel_lookup import can_look_up, keeps_name, looked_up, looks_up, lookup_changes
-from veomni_transformers.attention.mask_builders import builder_of
+from veomni_transformers.attention.mask_builders import builder_of, saying_not_causal
 from veomni_transformers.attention.proof import prove_attention
 from veomni_transformers.attention.situations import situations
 from veomni_transformers.engine.engine_layout import EngineLayout
@@ -68,7 +68,7 @@ class AttentionInterface(ReadsForward):
         interface = registered(model, kernel, spec, replaces_eager)
         yield from _kernel_changes(model, site.path, interface)
         built_by = builder_of(interface) if isinstance(interface, str) else interface.mask
-        if built_by is builder_of("sdpa"):
+        if built_by in (builder_of("sdpa"), saying_not_causal(builder_of("sdpa"))):
             yield from without_masks_of_plain_rows(model, site.path)
             yield from refusing_boolean_masks(model) if replaces_eager else ()
 

@@ -1,8 +1,12 @@
-"""The functions that build the masks of kernels: transformers' own, but for static caches under FlashAttention."""
+"""The functions that build the masks of kernels: transformers' own, but for static caches under FlashAttention.
+
+And in the place of eager attention, where a mask says all, but for calls with ``is_causal``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -23,7 +27,45 @@ def takes_lengths(build: Function) -> bool:
     """Whether ``build`` builds masks of padding alone, so that the kernel keeps packed sequences apart by itself."""
     from transformers.masking_utils import flash_attention_mask
 
-    return build in (flash_attention_mask, padding_and_written_keys)
+    return build in (flash_attention_mask, padding_and_written_keys, saying_not_causal(padding_and_written_keys))
+
+
+@lru_cache(maxsize=64)
+def saying_not_causal(build: Function) -> Function:
+    """``build``, for a kernel in the place of eager attention, which depends on its mask only.
+
+    transformers puts the ``is_causal`` of a model's call into the config while masks are built. Not every model hands
+    it to its attention too, where a kernel without a mask of queries and keys then does what the module says. So where
+    there is an ``is_causal``, masks that aren't causal are of queries and keys, as views that take no memory:
+    :func:`no_causal_mask` tells them, also where a checkpoint runs a layer again and the config has lost it.
+    """
+
+    @wraps(build)
+    def building(**call: Any) -> Any:
+        is_causal = getattr(call.get("config"), "is_causal", None)
+        bidirectional = "allow_is_bidirectional_skip" in call
+        if is_causal is False and not bidirectional:  # as masks of chunks, which are causal whatever attention is told
+            call["allow_is_causal_skip"] = False
+        mask = build(**call)
+        if is_causal is None or not bidirectional:
+            return mask
+        queries = call["q_length"] if "q_length" in call else len(call["cache_position"])  # before transformers 5.6
+        if queries == 1 or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
+            return mask
+        if mask is None:
+            mask = torch.ones((), dtype=torch.bool, device=call.get("device", "cpu"))
+            return mask.expand(call["batch_size"], 1, queries, call["kv_length"])
+        return mask.bool()[:, None, None, :].expand(-1, 1, queries, -1)
+
+    return building
+
+
+def no_causal_mask(mask: Tensor, by_lengths: bool) -> bool:
+    """Whether ``mask[B, 1, S, L]`` is a view that :func:`saying_not_causal` made.
+
+    Of padding it is one for kernels ``by_lengths`` alone; else one of a single number.
+    """
+    return mask.dtype == torch.bool and mask.stride(2) == 0 and (by_lengths or not any(mask.stride()))
 
 
 def padding_and_written_keys(**call: Any) -> Tensor | None:

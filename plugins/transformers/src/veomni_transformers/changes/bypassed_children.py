@@ -1,7 +1,8 @@
 """Runs a module's own code while a child that the kernel computes itself is not the one that was proven.
 
-A guard of attributes does not see a child that is put into ``_modules``, a hook that is put into the child's
-dictionaries, or hooks of all modules of the process. So a bound forward looks at each such child before its kernel.
+A guard of attributes does not see a child that is put into ``_modules``, or into the module's ``__dict__``, where it
+hides the one in ``_modules``; nor a hook that is put into the child's dictionaries, or hooks of all modules of the
+process. So a bound forward looks at each such child before its kernel.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def with_children_as_proven(bound: Any, own: Function, names: Collection[str]) -
 
 def why_not_as_proven(module: nn.Module, name: str) -> str:
     """What is another about the child ``name`` since bind; empty if nothing is."""
-    child, proven = module._modules.get(name), vars(module).get(BYPASSED, {}).get(name)
+    child, proven = getattr(module, name, None), vars(module).get(BYPASSED, {}).get(name)  # as its own code finds it
     if proven is None or made_by(module) is None:
         return ""
     if child is None or (child is not proven and not vars(module).get("_is_replica", False)):
@@ -64,6 +65,7 @@ def _one_child(name: str) -> Function:
         child = module._modules.get(name)
         return (
             child is module._veomni_bypassed[name]
+            and name not in module.__dict__
             and getattr(child, MADE_BY, None) is not None
             and child._veomni_bound_class is type(child)
             and "forward" not in child.__dict__

@@ -12,6 +12,7 @@ from torch import Tensor
 from veomni_core.changes.change import Change, ClassChange
 from veomni_core.errors import ConfigError
 from veomni_ops.attention import visible
+from veomni_transformers.attention.mask_builders import no_causal_mask
 from veomni_transformers.forwards.unseen_queries import is_dense, nan_where_infinite, unseen_queries, with_means
 from veomni_transformers.proving.functions import current_forward, global_functions
 
@@ -39,7 +40,10 @@ def like_eager(kernel: Function, from_the_first_key: bool, boolean_masks: bool =
 
     @wraps(kernel)
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
-        if is_dense(attention_mask) and not (boolean_masks and attention_mask.dtype == torch.bool):
+        if is_dense(attention_mask) and no_causal_mask(attention_mask, by_lengths=not from_the_first_key):
+            attention_mask = attention_mask[:, 0, 0] if any(attention_mask.stride()) else None
+            options["is_causal"] = False
+        elif is_dense(attention_mask) and not (boolean_masks and attention_mask.dtype == torch.bool):
             attention_mask = _as_numbers(attention_mask, query.dtype)
         if options.get("output_attentions") or _collected():
             mask = _added(attention_mask, module, query, key, options, from_the_first_key)
