@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
+from transformers.activations import ACT2FN, SiLUActivation
 
+from hybrid_models import hybrid
 from models import build, step
 from veomni_core import bind, binding_of
-from veomni_core.errors import SiteChangedError
+from veomni_core.errors import CodeChangedWarning, SiteChangedError
 from veomni_transformers.changes.bypassed_children import BYPASSED
 
 CONFIG = {"preset": "eager", "swiglu_mlp_implementation": "auto", "moe_implementation": "auto"}
@@ -134,6 +136,78 @@ def test_a_compiled_mlp_has_no_break():
         compiled = torch.compile(holder, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x), holder(x))
         assert not binding.receipt.changed
+
+
+# Own code that makes its activation at each call, ACT2FN[self.activation], and keeps it nowhere: the sites of a family.
+MAKING = {
+    "mamba": {"mixer": "causal_conv1d"},
+    "bamba": {"mamba": "causal_conv1d"},
+    "qwen3_next": {"linear_attn": "causal_conv1d", "linear_attn.norm": "rms_norm_gated"},
+}
+OF_MAKERS = {"preset": "auto"}
+
+
+def makers_in(model, family):
+    named = [(path, op) for path, _ in model.named_modules() for name, op in MAKING[family].items() if at(path, name)]
+    assert {op for _, op in named} == {*MAKING[family].values()}
+    return named
+
+
+def at(path, name):
+    return path.endswith(f".{name}")
+
+
+@pytest.mark.parametrize("family", MAKING)
+def test_an_activation_that_is_made_at_each_call_is_watched(family, monkeypatch):
+    model = hybrid(family)
+    binding = bind(model, OF_MAKERS)
+    home = __import__(type(model).__module__, fromlist=["*"])
+    former = SiLUActivation.forward
+    for what, patch in {
+        "ACT2FN['silu'] was replaced": lambda patched: patched.setitem(ACT2FN, "silu", nn.Tanh),
+        "ACT2FN was replaced": lambda patched: patched.setattr(home, "ACT2FN", dict(ACT2FN)),
+        "SiLUActivation.forward was replaced": lambda patched: patched.setattr(
+            SiLUActivation, "forward", lambda self, x: former(self, x) * 0.3
+        ),
+    }.items():
+        with monkeypatch.context() as patched:
+            patch(patched)
+            with pytest.warns(CodeChangedWarning, match=what.replace("[", r"\[")):
+                model.train()
+            for path, op in makers_in(model, family):
+                assert what in binding.receipt.changed[path] and f"the proof of {op}" in binding.receipt.changed[path]
+        assert not binding.receipt.changed
+    monkeypatch.setitem(ACT2FN, "gelu", nn.Tanh)
+    assert not binding.receipt.changed, "of another name"
+
+
+@pytest.mark.parametrize("family", MAKING)
+def test_a_hook_of_all_modules_reaches_an_activation_that_is_made_at_each_call(family):
+    model, eager = hybrid(family), hybrid(family)
+    binding = bind(model, OF_MAKERS)
+    handle = nn_module.register_module_forward_hook(
+        lambda module, inputs, output: output * 0.3 if isinstance(module, SiLUActivation) else None
+    )
+    try:
+        changed = binding.receipt.changed
+        assert all("hooks of all modules" in changed.get(path, "") for path, _ in makers_in(model, family)), changed
+        assert_close(step(model), step(eager))
+    finally:
+        handle.remove()
+    assert not {path for path, _ in makers_in(model, family)} & binding.receipt.changed.keys()
+    assert_close(step(model), step(eager))
+
+
+def test_a_convolution_without_an_activation_is_not_said_to_lose_hooks(monkeypatch):
+    model = hybrid("lfm2")
+    binding = bind(model, OF_MAKERS)
+    conv = next(path for path, _ in model.named_modules() if at(path, "conv"))
+    monkeypatch.setitem(ACT2FN, "silu", nn.Tanh)
+    handle = nn_module.register_module_forward_hook(lambda module, inputs, output: None)
+    try:
+        assert conv not in binding.receipt.changed
+    finally:
+        handle.remove()
 
 
 def assert_close(found, wanted):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from planted_faults import assert_caught, failures_of
+from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from veomni_ops.causal_conv1d import numbered, standard
-from veomni_transformers.packed.convolution_call import for_packed_calls, sequence_numbers
+from veomni_transformers.packed.convolution_call import for_packed_calls, for_single_tokens, sequence_numbers
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "swish"])
@@ -65,6 +66,25 @@ def test_seq_idx_is_taken_before_the_boundaries():
     call(x, weight, None, activation=None, seq_idx=numbers, cu_seq_lens_q=torch.tensor([0, 6]), max_length_q=6)
     call(x, weight)
     assert seen[0] is numbers and seen[1] is None
+
+
+def test_hooks_of_all_modules_have_the_models_function_run_unless_there_are_boundaries():
+    """Packed, that function mixes sequences or raises; the receipt names the site either way."""
+    seen = []
+    kernel, own = (lambda *_, name=name, **__: seen.append(name) for name in ("kernel", "own"))
+    call, step = for_packed_calls(kernel, own), for_single_tokens(lambda x, *_, **__: kernel() or x, own)
+    x, weight = torch.zeros(1, 3, 6), torch.zeros(3, 2)
+    handle = register_module_forward_hook(lambda module, inputs, output: None)
+    try:
+        call(x, weight, None, activation="silu", max_length_q=6)
+        call(x, weight, None, activation="silu", cu_seq_lens_q=torch.tensor([0, 6]))
+        call(x, weight, None, activation="silu", seq_idx=torch.zeros(1, 6))
+        step(x[..., :1], x[..., :2], weight)
+    finally:
+        handle.remove()
+    call(x, weight, None, activation="silu")
+    step(x[..., :1], x[..., :2], weight)
+    assert seen == ["own", "kernel", "kernel", "own", "kernel", "kernel"]
 
 
 # Planted faults.

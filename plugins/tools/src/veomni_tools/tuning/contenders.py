@@ -20,6 +20,7 @@ from veomni_tools.tuning.replay import Recorder, Replay, replayable
 from veomni_tools.tuning.step import Step
 from veomni_tools.tuning.step_model import StepModel
 from veomni_tools.tuning.watch import Function, Seen, Watch
+from veomni_transformers.changes.bypassed_children import MadeModules
 from veomni_transformers.proving.called_functions import replaced
 from veomni_transformers.proving.functions import code_layers, current_forward, global_functions
 
@@ -86,7 +87,8 @@ class SiteSteps:
         """The function of a forward that the kernel would replace, if that is all that is changed."""
         # With batch invariance that for single tokens is replaced too, which no step of training calls.
         spec = replace(spec, batch_invariant=False)
-        changes = list(self._locator.install(self._on.model, self._site, kernel, spec))
+        made = self._locator.install(self._on.model, self._site, kernel, spec)
+        changes = [each for each in made if not isinstance(each, MadeModules)]  # which changes nothing
         return _replaced_by(changes[0]) if len(changes) == 1 else None
 
     def _function_step(self, name: str, own: Function, function: Function) -> Step:

@@ -2,12 +2,14 @@
 
 A guard of attributes does not see a child that is put into ``_modules``, or into the module's ``__dict__``, where it
 hides the one in ``_modules``; nor a hook that is put into the child's dictionaries, or hooks of all modules of the
-process. So a bound forward looks at each such child before its kernel.
+process. So a bound forward looks at each such child before its kernel. Some code makes such a module at each call, and
+keeps it nowhere: hooks of all modules alone reach that one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -55,9 +57,43 @@ def why_not_as_proven(module: nn.Module, name: str) -> str:
         return f"{name} was given a forward of its own after bind"
     if any(vars(child)[hooks] for hooks in _HOOKS):
         return f"{name} has hooks, which the kernel in its place would not call"
-    if _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
-        return f"there are hooks of all modules, which the kernel in the place of {name} would not call"
-    return ""
+    return _why_hooked(name) if hooks_of_all() else ""
+
+
+def hooks_of_all() -> bool:
+    """Whether a hook is registered for all modules of the process."""
+    return bool(
+        _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks
+    )
+
+
+class MadeModules:
+    """Says in the receipt that a site runs its own code while there are hooks of all modules. It changes nothing.
+
+    It is for own code that makes a module at each call. It stands beside the change of the forward, and not in it: that
+    one says nothing where another rule has put a forward on top.
+    """
+
+    around_forward = True
+
+    def apply(self) -> None:
+        """Nothing: the new forward looks by :func:`hooks_of_all`."""
+
+    revert = apply
+
+    @property
+    def place(self) -> Hashable:
+        return id(self)
+
+    def suspended(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def overridden(self) -> str:
+        return _why_hooked("a module made at each call") if hooks_of_all() else ""
+
+
+def _why_hooked(name: str) -> str:
+    return f"there are hooks of all modules, which the kernel in the place of {name} would not call"
 
 
 def _one_child(name: str) -> Function:

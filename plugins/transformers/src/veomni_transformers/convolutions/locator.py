@@ -17,12 +17,13 @@ from veomni_core.changes.change import Change, ForwardChange
 from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
+from veomni_transformers.changes.bypassed_children import MadeModules
 from veomni_transformers.convolutions import proof, trace
 from veomni_transformers.packed.convolution_call import for_packed_calls, for_single_tokens
 from veomni_transformers.proving import probe
 from veomni_transformers.proving.called_functions import Caller, Function, callers
-from veomni_transformers.proving.code_read import ReadsForward
-from veomni_transformers.proving.functions import current_forward, with_globals
+from veomni_transformers.proving.code_read import ReadsForward, makes_modules
+from veomni_transformers.proving.functions import current_forward, global_functions, with_globals
 from veomni_transformers.proving.package_functions import chosen
 from veomni_transformers.proving.proof import Proof, ProvenOnce
 
@@ -44,12 +45,15 @@ class CausalConvolutions(ReadsForward):
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module = model.get_submodule(site.path)
-        calls = {_NAME: for_packed_calls(kernel)}
+        makes, own = makes_modules(module), dict(global_functions(current_forward(module)))
+        calls = {_NAME: for_packed_calls(kernel, own[_NAME] if makes else None)}
         if _STEP in site.detail and spec.batch_invariant:
-            calls[_STEP] = for_single_tokens(kernel)
+            calls[_STEP] = for_single_tokens(kernel, own[_STEP] if makes else None)
         forward = with_globals(current_forward(module), calls)
         # What the mixer hands to the function as its activation; the kernel computes silu or none.
         yield ForwardChange(module, forward, {_ACTIVATION} & {*vars(module)})
+        if makes:
+            yield MadeModules()
 
 
 def _site(caller: Caller, rule: str, proofs: ProvenOnce[Proof], steps: ProvenOnce[str]) -> Site:

@@ -13,12 +13,13 @@ from veomni_core.descriptions.kernel_spec import KernelSpec
 from veomni_core.sites.site import Kernel, Site
 from veomni_ops.contract import Contract
 from veomni_ops.rms_norm_gated import CONTRACTS
+from veomni_transformers.changes.bypassed_children import MadeModules
 from veomni_transformers.forwards import norms
 from veomni_transformers.forwards.signatures import why_not_callable, with_own_signature
 from veomni_transformers.norms.proof import Case, Inputs, eps_of, prove_norm
 from veomni_transformers.norms.rms_norm import NormModules
 from veomni_transformers.proving import probe
-from veomni_transformers.proving.code_read import module_at
+from veomni_transformers.proving.code_read import makes_modules, module_at
 from veomni_transformers.proving.code_reading import Reading, guarded_names, unseen_changes
 from veomni_transformers.proving.proof import Proof
 
@@ -65,9 +66,12 @@ class GatedNormModules(NormModules):
 
     def install(self, model: nn.Module, site: Site, kernel: Kernel, spec: KernelSpec) -> Iterable[Change]:
         module = module_at(model, site.path)
-        forward = norms.gated(kernel, site.detail["eps"], site.detail["group_size"])
+        makes, own = makes_modules(module), type(module).forward
+        forward = norms.gated(kernel, site.detail["eps"], site.detail["group_size"], own if makes else None)
         guarded = guarded_names(module, self.readings.of(module), _WEIGHTS)
         yield ForwardChange(module, with_own_signature(module, forward), guarded)
+        if makes:
+            yield MadeModules()
 
 
 def _prove(module: nn.Module, reading: Reading, contracts: Mapping[str, Contract]) -> Proof:

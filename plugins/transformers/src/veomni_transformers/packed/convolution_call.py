@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from veomni_core.sites.site import Kernel
+from veomni_transformers.changes.bypassed_children import hooks_of_all
 
 
-def for_packed_calls(kernel: Kernel) -> Kernel:
+def for_packed_calls(kernel: Kernel, own: Kernel | None = None) -> Kernel:
     """``kernel`` with the signature of transformers' ``causal_conv1d_fn``, which gets all arguments of a step.
 
     Boundaries come from ``seq_idx``, or else from ``cu_seq_lens_q``. transformers' own function raises for the first,
     without a package that takes it, and mixes sequences for the second.
+
+    ``own`` is the model's function, where that makes its activation at each call. It runs while there are hooks of all
+    modules, which the kernel would not call; but not where there are boundaries, for the same reason.
     """
 
     def causal_conv1d_fn(
@@ -28,13 +32,18 @@ def for_packed_calls(kernel: Kernel) -> Kernel:
     ) -> Any:
         if seq_idx is None and cu_seq_lens_q is not None:
             seq_idx = sequence_numbers(cu_seq_lens_q, hidden_states)
+        elif own is not None and seq_idx is None and hooks_of_all():
+            return own(hidden_states, weight, bias, activation=activation, **arguments_of_other_layers)
         return kernel(hidden_states, weight, bias, activation=activation, seq_idx=seq_idx)
 
     return causal_conv1d_fn
 
 
-def for_single_tokens(kernel: Kernel) -> Kernel:
-    """``kernel`` with the signature of transformers' ``causal_conv1d_update``, which moves ``conv_state`` on."""
+def for_single_tokens(kernel: Kernel, own: Kernel | None = None) -> Kernel:
+    """``kernel`` with the signature of transformers' ``causal_conv1d_update``, which moves ``conv_state`` on.
+
+    ``own`` is as in :func:`for_packed_calls`.
+    """
 
     def causal_conv1d_update(
         hidden_states: Tensor,
@@ -43,6 +52,8 @@ def for_single_tokens(kernel: Kernel) -> Kernel:
         bias: Tensor | None = None,
         activation: str | None = None,
     ) -> Any:
+        if own is not None and hooks_of_all():
+            return own(hidden_states, conv_state, weight, bias, activation)
         seen = torch.cat((conv_state, hidden_states), dim=-1).to(hidden_states.dtype)
         conv_state.copy_(seen[..., -conv_state.shape[-1] :])
         return kernel(seen, weight, bias, activation=activation)[..., -hidden_states.shape[-1] :]

@@ -14,7 +14,7 @@ from veomni_core.errors import SpecError
 from veomni_core.sites.site import Kernel, Site
 from veomni_core.sites.walk import named_modules
 from veomni_transformers.proving import probe
-from veomni_transformers.proving.code_read import Places, ReadsForward, code_of, module_at
+from veomni_transformers.proving.code_read import Places, ReadsForward, code_of, module_at, words_of
 from veomni_transformers.proving.code_reading import Readings, bypassed
 from veomni_transformers.proving.proof import Proof, ProvenOnce
 
@@ -82,11 +82,12 @@ class ModuleLocator(ReadsForward, ABC):
 
     def code_read(self, model: nn.Module, site: Site) -> Places:
         module = module_at(model, site.path)
-        alike = (site.variant, *code_of(module), *module._modules, *map(tuple, map(code_of, module.children())))
+        children, words = module.children(), words_of(module)
+        alike = (site.variant, words, *code_of(module), *module._modules, *map(tuple, map(code_of, children)))
         known: dict[Hashable, Places] = vars(self).setdefault("_read_of_alike", {})
         if alike not in known:
             instead = (child for _, child in bypassed(module, self.readings.of(module), self.called(site)))
-            known[alike] = self._places(code for each in (module, *instead) for code in code_of(each))
+            known[alike] = self._places((code for each in (module, *instead) for code in code_of(each)), words=words)
         return known[alike]
 
     def own(self, module: nn.Module) -> str:
