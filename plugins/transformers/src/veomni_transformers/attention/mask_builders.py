@@ -36,8 +36,8 @@ def saying_not_causal(build: Function) -> Function:
 
     transformers puts the ``is_causal`` of a model's call into the config while masks are built. Not every model hands
     it to its attention too, where a kernel without a mask of queries and keys then does what the module says. So where
-    there is an ``is_causal``, masks that aren't causal are of queries and keys, as views that take no memory:
-    :func:`no_causal_mask` tells them, also where a checkpoint runs a layer again and the config has lost it.
+    there is an ``is_causal``, masks that aren't causal are of queries and keys, as views that take no memory.
+    ``like_eager`` knows them by that, also where a checkpoint runs a layer again and the config has lost it.
     """
 
     @wraps(build)
@@ -58,14 +58,6 @@ def saying_not_causal(build: Function) -> Function:
         return mask.bool()[:, None, None, :].expand(-1, 1, queries, -1)
 
     return building
-
-
-def no_causal_mask(mask: Tensor, by_lengths: bool) -> bool:
-    """Whether ``mask[B, 1, S, L]`` is a view that :func:`saying_not_causal` made.
-
-    Of padding it is one for kernels ``by_lengths`` alone; else one of a single number.
-    """
-    return mask.dtype == torch.bool and mask.stride(2) == 0 and (by_lengths or not any(mask.stride()))
 
 
 def padding_and_written_keys(**call: Any) -> Tensor | None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from veomni_core.changes.change import Change, ClassChange
 from veomni_core.errors import ConfigError
 from veomni_ops.attention import visible
-from veomni_transformers.attention.mask_builders import no_causal_mask
 from veomni_transformers.forwards.unseen_queries import is_dense, nan_where_infinite, unseen_queries, with_means
 from veomni_transformers.proving.functions import current_forward, global_functions
 
@@ -40,7 +39,7 @@ def like_eager(kernel: Function, from_the_first_key: bool, boolean_masks: bool =
 
     @wraps(kernel)
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
-        if is_dense(attention_mask) and no_causal_mask(attention_mask, by_lengths=not from_the_first_key):
+        if is_dense(attention_mask) and _says_not_causal(attention_mask, by_lengths=not from_the_first_key):
             attention_mask = attention_mask[:, 0, 0] if any(attention_mask.stride()) else None
             options["is_causal"] = False
         elif is_dense(attention_mask) and not (boolean_masks and attention_mask.dtype == torch.bool):
@@ -85,6 +84,14 @@ def _refuse_boolean(given: Mapping[str, Any]) -> None:
                 "as 1 and hides no key. Pass numbers to add (0 where a query sees a key, torch.finfo(dtype).min where "
                 "it doesn't), or load it with attn_implementation='sdpa', for which True is what a query sees"
             )
+
+
+def _says_not_causal(mask: Tensor, by_lengths: bool) -> bool:
+    """Whether ``mask[B, 1, S, L]`` is the same for all queries, as the view that ``saying_not_causal`` makes.
+
+    Kernels ``by_lengths`` take one of padding; others one of a single number, which hides nothing.
+    """
+    return mask.dtype == torch.bool and mask.stride(2) == 0 and (by_lengths or not any(mask.stride()))
 
 
 def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:

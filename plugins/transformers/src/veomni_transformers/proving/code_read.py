@@ -82,12 +82,12 @@ def words_of(module: nn.Module) -> Words:
 
 def makes_modules(module: nn.Module) -> bool:
     """Whether the code of ``module`` makes another at each call: an activation, as ``ACT2FN[self.activation]``."""
-    kind = eager_class(type(module))
+    kind: Any = eager_class(type(module))
     return _makes_modules(kind, kind.forward, words_of(module))
 
 
 @lru_cache(maxsize=_MOST_REMEMBERED)
-def _makes_modules(kind: type[nn.Module], forward: Any, words: Words) -> bool:
+def _makes_modules(kind: Any, forward: Any, words: Words) -> bool:
     own = (each for each in reached_functions([forward], kind) if not is_library(each))
     return any(made for function in own for _, _, made in _looked_up(function, words))
 
