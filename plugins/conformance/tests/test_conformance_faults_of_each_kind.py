@@ -155,6 +155,49 @@ def gives_x_itself(x, weight, eps):
     return x if x.numel() and torch.equal(result, x) else result
 
 
+class Early(Function):
+    """The loss. What comes in is kept in ``cell``, and 1 goes on."""
+
+    @staticmethod
+    def forward(ctx, loss, cell):
+        ctx.cell = cell
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        ctx.cell.append(upstream)
+        return torch.ones_like(upstream), None
+
+
+class Late(Function):
+    """An input. Its gradient, which was rounded before, is multiplied by what came in."""
+
+    @staticmethod
+    def forward(ctx, x, cell):
+        ctx.cell = cell
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (gradient.float() * ctx.cell[-1]).to(gradient.dtype), None
+
+
+def divides_by_the_items_in_forward(hidden, weight, labels, bias=None, *args, **options):
+    cell = []
+    inputs = (
+        Late.apply(hidden, cell),
+        Late.apply(weight, cell),
+        labels,
+        None if bias is None else Late.apply(bias, cell),
+    )
+    return Early.apply(cross_entropy_loss.causal(*inputs, *args, **options), cell)
+
+
+def forgets_the_softcap_under_compile(hidden, weight, labels, *args, softcap=None, **options):
+    softcap = None if torch.compiler.is_compiling() else softcap
+    return cross_entropy_loss.causal(hidden, weight, labels, *args, softcap=softcap, **options)
+
+
 def wrong_under_compile(x, weight, eps):
     return rms_norm.standard(x, weight, eps) * (1.01 if torch.compiler.is_compiling() else 1.0)
 
@@ -353,7 +396,9 @@ LARGER = [
     (nothing_is_learned_after_a_long_prompt, "'a long prompt': the result", _LOSS | _TILES),
     (counts_tokens_in_twelve_bits, "'4096 tokens, all learned': the result", _LOSS | _TILES),
     (aligned_columns_past_a_tile, "'16384 columns': the result", _NORM | _TILES),
-    (wrong_under_compile, "under torch.compile, the result is off", _NORM),
+    (wrong_under_compile, "under torch.compile, as sample", _NORM),
+    (forgets_the_softcap_under_compile, "under torch.compile, as sample 'softcap and scale' shows", _LOSS),
+    (divides_by_the_items_in_forward, "'a million items': the gradient", _LOSS | _TILES | {"dtype": "float16"}),
     (a_hundred_and_thirty_experts, "'193 experts, the last 43 empty': the result", _EXPERTS | _TILES),
     (gradients_of_empty_experts_at_the_end, "'193 experts, the last 43 empty': the gradient", _EXPERTS | _TILES),
     (aligned_widths_past_a_tile, "'aligned, past 128 tokens and columns': the result", _EXPERTS | _TILES),

@@ -30,32 +30,27 @@ def check_compiled_calls(subject: Subject, position: Position) -> Iterator[str]:
     yield from reveal("where torch.compile captures it whole", lambda: _compiled(subject, position))
 
 
-def check_compiled_with_breaks(subject: Subject, position: Position) -> Iterator[str]:
-    """Compile calls of a kernel that may break the graph: on a sample, and on other values of its shapes."""
-
-    def compiled() -> str | None:
-        with _compiling(subject, backend="eager"):
-            return subject.plain_problem(position) or subject.plain_problem(position, other=True)
-
-    yield from reveal("under torch.compile", compiled)
-
-
 def check_compiled_options(subject: Subject, positions: list[Position]) -> Iterator[str]:
-    """Compile the fewest samples that have every option among them; in one graph each, where the kernel promises it."""
+    """Compile calls that have every option among them, and call each on other values too.
+
+    In one graph each, where the kernel promises that; else it may break the graph.
+    """
 
     def compiled(position: Position) -> str | None:
         with _compiling(subject, backend="eager", fullgraph=subject.spec.fullgraph):
-            return subject.plain_problem(position)
+            return subject.plain_problem(position) or subject.plain_problem(position, other=True)
 
     for position in _with_every_option(subject, positions):
-        yield from reveal(f"compiled as sample {subject.sample(position).name!r}", partial(compiled, position))
-        subject.forget(position)
+        name = subject.sample(position).name
+        yield from reveal(f"under torch.compile, as sample {name!r} shows", partial(compiled, position))
 
 
 def _with_every_option(subject: Subject, positions: list[Position]) -> Iterator[Position]:
-    samples = {each: subject.sample(each) for each in positions}
-    sizes = {each: sum(_sizes(subject, sample)) for each, sample in samples.items() if all(_sizes(subject, sample))}
-    given = {each: frozenset(_options(subject, samples[each])) for each in sizes}
+    """The fewest of the samples that are asked more, and of those the smallest, in which every option tells."""
+    telling = [each for each in positions if subject.is_asked_more(each) and subject.tells(each)]
+    samples = {each: subject.sample(each) for each in telling or positions[:1]}
+    sizes = {each: sum(x.numel() for x in subject.inputs(sample).values()) for each, sample in samples.items()}
+    given = {each: frozenset(_options(subject, sample)) for each, sample in samples.items()}
     left = frozenset[object]().union(*given.values())
     while left:
         position = max(given, key=lambda each: (len(given[each] & left), -sizes[each]))
@@ -63,23 +58,15 @@ def _with_every_option(subject: Subject, positions: list[Position]) -> Iterator[
         left -= given[position]
 
 
-def _sizes(subject: Subject, sample: Sample) -> list[int]:
-    return [x.numel() for x in subject.inputs(sample).values()]
-
-
 def _options(subject: Subject, sample: Sample) -> Iterator[object]:
-    """What differs from the usual call, by argument: a tensor, a certain word, or a number.
-
-    Numbers as large as the longest dimension are apart from smaller ones: a window of so many keys hides none.
-    """
+    """What differs from the usual call, by argument: a tensor, a certain word, or another value."""
     declared = inspect.signature(subject.contract.reference).parameters
-    longest = max((size for x in subject.inputs(sample).values() for size in x.shape), default=0)
     for name, value in (*zip(subject.parameters, sample.args, strict=False), *sample.kwargs.items()):
         usual = declared[name].default if name in declared else None
         if isinstance(value, Tensor):
             yield name, "a tensor"
         elif value != (None if usual is inspect.Parameter.empty else usual):
-            yield name, value < longest if isinstance(value, (int, float)) else value if isinstance(value, str) else ""
+            yield name, value if isinstance(value, str) else "another value"
 
 
 def _compiled(subject: Subject, position: Position) -> str | None:

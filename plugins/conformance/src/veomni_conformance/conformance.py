@@ -24,7 +24,7 @@ import torch
 from veomni_conformance.batch_invariance import check_batch_invariance
 from veomni_conformance.calls_in_flight import check_calls_in_flight, check_many_layers
 from veomni_conformance.comparison import one_line
-from veomni_conformance.compiled_calls import check_compiled_calls, check_compiled_options, check_compiled_with_breaks
+from veomni_conformance.compiled_calls import check_compiled_calls, check_compiled_options
 from veomni_conformance.concurrent_calls import check_concurrent_calls
 from veomni_conformance.custom_operators import check_custom_operators
 from veomni_conformance.dropped_weights import check_dropped_weights
@@ -214,8 +214,6 @@ def _of_the_kernel(subject: Subject, computed: list[Position], every_form: bool)
     yield CaseResult("custom operators", tuple(check_custom_operators(subject, computed[0])))
     if subject.spec.fullgraph:
         yield CaseResult("compiled", tuple(check_compiled_calls(subject, computed[0])))
-    elif every_form:
-        yield CaseResult("compiled", tuple(check_compiled_with_breaks(subject, smallest)))
     if every_form:
         found = first_of(check_compiled_options(subject, computed))
         yield CaseResult("compiled with options", tuple(found))
