@@ -94,8 +94,8 @@ class ExpertsModules(ModuleLocator):
         return refused(site, {"": own, **styles}, "the kernel needs whole experts, or equal parts of gate, up and down")
 
     def key(self, module: nn.Module) -> Hashable:
-        read = with_implementation(module, self.readings.of(module))
-        return probe.behaviour(module, read.names), selected_implementation(module)
+        names = with_implementation(module, self.readings).names
+        return probe.behaviour(module, names), selected_implementation(module)
 
     def code_read(self, model: nn.Module, site: Site) -> Places:
         """Also what transformers' table of experts has under the name that the config selects, and what that reads."""
@@ -123,7 +123,7 @@ class ExpertsModules(ModuleLocator):
         forward = with_own_signature(module, bound)  # type: ignore[arg-type]
         if EXPERT_PARALLEL in site.needs:
             forward = dropping_choices(forward)
-        yield ExpertsChange(module, forward, guarded_names(module, with_implementation(module, reading), WEIGHTS))
+        yield ExpertsChange(module, forward, guarded_names(module, with_implementation(module, self.readings), WEIGHTS))
         for _, wrapper in wrappers_of(module, model) if not why_not_beside(layout, spec) else ():
             yield ClassChange(wrapper, ACTIVATE, handing_factors(getattr(type(wrapper), ACTIVATE)))
         for name, child in children.items():

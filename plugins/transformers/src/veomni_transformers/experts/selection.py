@@ -7,7 +7,6 @@ transformers wraps the ``forward`` of an experts class. The wrapper looks up the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -16,7 +15,7 @@ from veomni_core.changes.change import ForwardChange
 from veomni_core.descriptions.kernel_spec import EAGER
 from veomni_core.errors import BindingError
 from veomni_transformers.forwards.eager_experts import SELECTED_BY, eager_until_set
-from veomni_transformers.proving.code_reading import Reading, read_function
+from veomni_transformers.proving.code_reading import Reading, Readings
 from veomni_transformers.proving.functions import code_layers, current_forward
 from veomni_transformers.proving.of_others import function_of_others
 
@@ -54,11 +53,9 @@ def is_of_others(module: nn.Module) -> bool:
     return table is not None and function_of_others(table, selected_implementation(module)) is not None
 
 
-def with_implementation(module: nn.Module, reading: Reading) -> Reading:
-    """``reading`` with the names that the implementation reads: a gate's method, whether there are biases."""
-    function = implementation(module)
-    names = frozenset() if function is None else read_function(function, type(module)).names
-    return replace(reading, names=reading.names | names)
+def with_implementation(module: nn.Module, readings: Readings) -> Reading:
+    """What the module's code reads, and the implementation: a gate's method, whether there are biases."""
+    return readings.of(module, implementation(module))
 
 
 class ExpertsChange(ForwardChange):

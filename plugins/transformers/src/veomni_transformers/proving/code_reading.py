@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -69,14 +69,19 @@ class Readings:
     def __init__(self) -> None:
         self._known: dict[Hashable, Reading] = {}
 
-    def of(self, module: nn.Module) -> Reading:
-        """The reading of the class's forward, with what it calls and the functions among ``module``'s attributes."""
+    def of(self, module: nn.Module, selected: Any = None) -> Reading:
+        """The reading of the class's forward, with what it calls and the functions among ``module``'s attributes.
+
+        And with the names that ``selected`` reads, a function that runs in the forward's place.
+        """
         kind = type(module)
         callables = (FunctionType, functools.partial, MethodType)
         held = tuple(value for value in vars(module).values() if isinstance(value, callables))
-        key = (kind, kind.forward, held)
+        key = (kind, kind.forward, held, selected)
         if key not in self._known:
-            self._known[key] = read_function(kind.forward, kind, held)
+            names = frozenset() if selected is None else read_function(selected, kind).names
+            read = read_function(kind.forward, kind, held)
+            self._known[key] = replace(read, names=read.names | names)
         return self._known[key]
 
 
