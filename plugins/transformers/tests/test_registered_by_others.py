@@ -137,3 +137,17 @@ def test_what_an_implementation_calls_and_reads_is_seen_after_bind(monkeypatch):
     with pytest.warns(CodeChangedWarning, match=r"moe\._grouped_linear was replaced"):
         said = binding.receipt.changed["model.layers.0.mlp.experts"]
     assert "Qwen3MoeExperts._apply_gate was replaced" in said
+
+
+@pytest.mark.parametrize("gate", [None, of_own_gate], ids=["usual", "its own"])
+def test_for_an_implementation_that_needs_a_gpu_another_runs_in_the_proof(monkeypatch, gate):
+    def needs_a_gpu(*args):
+        raise RuntimeError("it needs a GPU")
+
+    needs_a_gpu.__module__ = "transformers.integrations.moe"
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", needs_a_gpu)
+    model = build("qwen3_moe")
+    for experts in experts_of(model) if gate else ():
+        experts.__class__ = type("OfOwnGate", (type(experts),), {"_apply_gate": gate})
+    site = next(site for site in find_sites(model) if site.op_name == "moe_experts")
+    assert (site.variant, "which is off by" in site.evidence) == ((None, True) if gate else ("standard", False))

@@ -46,7 +46,7 @@ def check_compiled_options(subject: Subject, positions: list[Position]) -> Itera
 
 
 def _with_every_option(subject: Subject, positions: list[Position]) -> Iterator[Position]:
-    """The fewest of the samples that are asked more, and of those the smallest, in which every option tells."""
+    """The fewest samples with every option among them, of small ones whose results and gradients aren't all zeros."""
     telling = [each for each in positions if subject.is_asked_more(each) and subject.tells(each)]
     samples = {each: subject.sample(each) for each in telling or positions[:1]}
     sizes = {each: sum(x.numel() for x in subject.inputs(sample).values()) for each, sample in samples.items()}

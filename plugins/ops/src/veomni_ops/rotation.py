@@ -57,9 +57,8 @@ def angles_between(cos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         (tensor([0.7518]), tensor([0.7500], dtype=torch.bfloat16))
     """
     step = 0.45 * torch.finfo(dtype).eps / 2
-    return torch.full_like(cos, 0.75 + step, dtype=torch.float32), torch.full_like(
-        cos, 0.625 + step, dtype=torch.float32
-    )
+    wide = cos.float()
+    return torch.full_like(wide, 0.75 + step), torch.full_like(wide, 0.625 + step)
 
 
 def rotate_half(x: Tensor) -> Tensor:

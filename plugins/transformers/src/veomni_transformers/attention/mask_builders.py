@@ -44,7 +44,7 @@ def saying_not_causal(build: Function) -> Function:
     def building(**call: Any) -> Any:
         is_causal = getattr(call.get("config"), "is_causal", None)
         bidirectional = "allow_is_bidirectional_skip" in call
-        if is_causal is False and not bidirectional:  # as masks of chunks, which are causal whatever attention is told
+        if is_causal is False and not bidirectional:  # as masks of chunks, which stay causal
             call["allow_is_causal_skip"] = False
         mask = build(**call)
         if is_causal is None or not bidirectional:

@@ -29,6 +29,7 @@ from veomni_transformers.proving.reachable_code import own_function
 WEIGHTS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 _F32 = torch.float32
 _Call = tuple[bool, torch.dtype, tuple[Tensor, ...]]  # whether it must run, its dtype, and its inputs
+_RUNS_ANYWHERE = "batched_mm"  # of transformers' implementations of experts
 _ROUTED, _GROUPED = 3, 1  # how many tensors a call takes: with routing, or only rows already grouped by expert
 
 
@@ -84,21 +85,24 @@ def prove_experts(module: nn.Module, readings: Readings, layouts: Mapping[str, E
 def _why_not_as_its_class(module: nn.Module, layout: ExpertLayout, modes: Iterable[bool], branches: Branches) -> str:
     """How the implementation that runs in ``module`` differs from the code of its class, which is proven; or empty.
 
-    transformers' own may need a GPU: one that raises here is taken for what transformers says it is.
+    transformers' own may need a GPU. For one that raises here runs another, which calls the same methods of the module.
     """
     sizes, _ = _tiny_sizes(module, aligned=True)
     assert sizes is not None, "the code of the class was run"
     name, of_others = selected_implementation(module), is_of_others(module)
-    copies = {dtype: _copy(module, sizes, dtype, name) for dtype in (_F32, *probe.LOW_PRECISION)}
     grouped = len(leading_parameters(module, _ROUTED)) == _GROUPED
-    calls = _calls(sizes, grouped)
-    if not of_others:  # is tested by transformers: what it calls of the module is in every call
-        calls = (call for call in calls if call[0] and call[1] is _F32)
+    calls = [*_calls(sizes, grouped)]
+    if not of_others:  # transformers tests these; what they call of the module is in every call
+        calls = [call for call in calls if call[0] and call[1] is _F32]
     elif not grouped:  # an index that stands for no expert is met on ranks that share the experts alone
-        calls = (call for call in calls if (call[2][1] < sizes.gate_up_experts).all())
-    runs, error = _runs(copies, calls, modes, branches)
-    if error:
-        return error if of_others else ""
+        calls = [call for call in calls if (call[2][1] < sizes.gate_up_experts).all()]
+    for each in (name,) if of_others else (name, _RUNS_ANYWHERE):
+        copies = {dtype: _copy(module, sizes, dtype, each) for dtype in (_F32, *probe.LOW_PRECISION)}
+        runs, error = _runs(copies, calls, modes, branches)
+        if not error:
+            break
+    else:
+        return error
     miss = max(run.miss(layout) for run in runs)
     return f"which is off by {miss:.2%} from the code of its class" if miss else ""
 
