@@ -18,7 +18,7 @@ _DEEP = re.compile(rf"^\s*(?:from|import) veomni_core\.(?!(?:{'|'.join(FACES)})\
 _FAMILY = ("ops", "transformers", "conformance", "tools")
 LIMITS = {
     "lines of core/src": 8_500,
-    "lines of all sources": 100_578,  # 64,000 is the aim
+    "lines of all sources": 100_579,  # 64,000 is the aim
     "words of all pages": 61_135,
     "deep imports of the core in other plugins": 3,
 }
